@@ -1,0 +1,91 @@
+"""Who owns which block of the KV cache: a pool of reference-counted blocks and one table a row.
+
+A block holds `block_size` consecutive tokens of a row. Forked rows share blocks; a row gets its own
+copy of a shared block before it writes there. The pool only decides: it returns the copies that
+the owner of the memory must carry out, before anything is written.
+
+Not here: the memory itself (`sampler`), and who runs or gives way (`scheduler`). No torch, no clock.
+"""
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens.
+
+    `tables[row]` lists the blocks of a row in the order of its tokens; a row is known from its first
+    `reserve` (or as the child of a `fork`) to its `free`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"need at least one block of one token: {num_blocks} x {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.tables: dict[int, list[int]] = {}
+        self.refcounts = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low block numbers go first
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that at least one row holds; a shared block counts once."""
+        return self.num_blocks - len(self._free)
+
+    def cost(self, row: int, start: int, end: int) -> int:
+        """Free blocks that `reserve` with the same arguments would take."""
+        table = self.tables.get(row, ())
+        missing = -(-end // self.block_size) - len(table)
+        return max(missing, 0) + len(self._shared(table, start, end))
+
+    def reserve(self, row: int, start: int, end: int) -> list[tuple[int, int]]:
+        """Give `row` blocks of its own for the tokens [start, end): the ones it is about to write.
+
+        Returns the (source, target) copies to make first, at most one: only the block that `start`
+        falls into can hold older tokens. ValueError, and nothing changed, when too few are free.
+        """
+        if self.cost(row, start, end) > self.num_free:
+            raise ValueError(f"row {row} needs {self.cost(row, start, end)} blocks for tokens "
+                             f"{start} to {end}, {self.num_free} are free")
+        table = self.tables.setdefault(row, [])
+        copies = []
+        for index in self._shared(table, start, end):
+            source, table[index] = table[index], self._take()
+            self.refcounts[source] -= 1  # stays above 0: it was shared
+            if index * self.block_size < start:
+                copies.append((source, table[index]))
+        while len(table) * self.block_size < end:
+            table.append(self._take())
+        return copies
+
+    def fork(self, parent: int, child: int) -> None:
+        """Let `child`, a new row, share every block of `parent`."""
+        if child in self.tables:
+            raise ValueError(f"row {child} has blocks already")
+        table = self.tables[parent]
+        for block in table:
+            self.refcounts[block] += 1
+        self.tables[child] = list(table)
+
+    def free(self, row: int) -> None:
+        """Give up all blocks of `row`; ValueError when it has none to give (freed twice)."""
+        if row not in self.tables:
+            raise ValueError(f"row {row} holds no blocks: freed twice, or never reserved")
+        for block in self.tables.pop(row):
+            self.refcounts[block] -= 1
+            if not self.refcounts[block]:
+                self._free.append(block)
+
+    def _take(self) -> int:
+        block = self._free.pop()
+        self.refcounts[block] = 1
+        return block
+
+    def _shared(self, table, start: int, end: int) -> list[int]:
+        """Indices in `table` of blocks that cover [start, end) and have another holder too."""
+        if start >= end:
+            return []
+        last = min(-(-end // self.block_size), len(table))
+        return [i for i in range(start // self.block_size, last) if self.refcounts[table[i]] > 1]

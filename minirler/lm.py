@@ -1,0 +1,297 @@
+"""Language models behind one call: prompts from files, strict JSON reading, an OpenAI client.
+
+A request carries a task, its raw fields and the messages made of them. Hosted models read messages,
+the offline model (`offline`) reads task and fields. Text that we did not write (questions, answers,
+documents, criteria) is escaped and fenced, so that it cannot pose as part of the prompt.
+
+Not here: what is asked (prompts/*.txt), and what a reply means (`judge`, `evolve`).
+"""
+
+import asyncio
+import copy
+import functools
+import json
+import os
+import random
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from hashlib import blake2b
+from pathlib import Path
+
+import openai
+
+from minirler.config import ConfigError
+from minirler.records import LMReply, LMRequest
+
+PROMPTS = Path(__file__).parent / "prompts"
+_FIELD = re.compile(r"\{([a-z_]+)\}")  # spares JSON in a template, where a quote follows the brace
+_DECODER = json.JSONDecoder(parse_constant=lambda name: None)
+_MARK = re.compile(r"\{|</?think>")
+_TOKEN = re.compile(r'["{}]|\\.|,(?=\s*[}\]])', re.DOTALL)
+
+
+def make_request(
+    task: str,
+    fields: Mapping,
+    max_tokens: int = 4096,
+    temperature: float = 0.0,
+    prompts_dir: Path | str | None = None,
+) -> LMRequest:
+    """A request for `task`: its raw fields beside the messages rendered from prompts/<task>.txt."""
+    messages = render(task, fields, prompts_dir)
+    return LMRequest(task, dict(fields), messages, max_tokens, temperature)
+
+
+def render(task: str, fields: Mapping, prompts_dir: Path | str | None = None) -> tuple[dict, ...]:
+    """One user message: the template `<task>.txt` with each `{field}` replaced.
+
+    Numbers go in as they are. Any other value is untrusted: lists and dicts become JSON (where a
+    string cannot pose as the next item), then `& < >` are escaped and a fence is put around.
+    Errors: ConfigError where the file is missing, ValueError where fields and template disagree.
+    """
+    path = Path(prompts_dir or PROMPTS) / f"{task}.txt"
+    template = _template(path)
+    wanted = set(_FIELD.findall(template))
+    if wanted != set(fields):
+        name = min(wanted.symmetric_difference(fields))
+        why = "was not given" if name in wanted else "is missing in the file"
+        raise ValueError(f"{path}: field {{{name}}} {why}; this prompt takes {sorted(fields)}")
+    # One pass over the template, so a value that contains "{answer}" is not filled in again.
+    text = _FIELD.sub(lambda match: _show(match[1], fields[match[1]]), template)
+    return ({"role": "user", "content": text},)
+
+
+@functools.cache
+def _template(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"{path}: no such prompt file; add it, or leave the prompts folder unset")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def _show(name: str, value) -> str:
+    if isinstance(value, int | float):
+        return str(value)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
+    text = scrub(text)
+    # The nonce hashes the text that it fences: the same in every run (replays and caches need that)
+    # and out of reach for the text, which would have to contain its own hash. One a field, not one
+    # a prompt: requests about the same answer then share a prefix that servers can cache.
+    nonce = blake2b(f"{name}\0{text}".encode(), digest_size=8, key=b"minirler").hexdigest()
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>"
+
+
+def scrub(text: str) -> str:
+    """Join surrogate pairs, replace lone surrogates by U+FFFD: the result encodes as UTF-8."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def read_json(text: str | None, key: str, finish_reason: str = "stop") -> dict | None:
+    """The first top-level JSON object in a reply that has `key`; None is missing. Never raises.
+
+    Prose, code fences and a BOM around it do not matter. Closed thinking is skipped (a lone
+    `</think>` ends thinking that the chat template began). Unclosed thinking, a reply cut by its
+    token limit and an object that does not close are missing: what they hold may be a draft or a
+    quotation. One trailing comma is tolerated. NaN and Infinity read as None.
+    """
+    if not isinstance(text, str) or finish_reason == "length":
+        return None
+    found, position = None, 0
+    while mark := _MARK.search(text, position):
+        position = mark.end()
+        if mark[0] == "</think>":
+            found = None
+        elif mark[0] == "<think>":
+            position = text.find("</think>", position) + len("</think>")
+            if position < len("</think>"):
+                return None
+        else:
+            value, position = _object_at(text, mark.start())
+            if position < 0:  # does not close: nothing after this brace is at the top level
+                return None if "think>" in text[mark.start() :] else found
+            if found is None and key in value:
+                found = value
+    return found
+
+
+def _object_at(text: str, start: int) -> tuple[dict, int]:
+    """The object that opens at `start` ({} if it is no JSON) and where it ends (-1: nowhere)."""
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+        return _scrub_all(value), end
+    except (ValueError, RecursionError):
+        end, commas = _closing(text, start)
+    if len(commas) != 1:
+        return {}, end
+    try:
+        body = text[start : commas[0]] + text[commas[0] + 1 : end]
+        return _scrub_all(_DECODER.decode(body)), end
+    except (ValueError, RecursionError):
+        return {}, end
+
+
+def _closing(text: str, start: int) -> tuple[int, list[int]]:
+    """Where the brace at `start` is closed (-1: nowhere), and its trailing commas."""
+    depth, is_string, commas = 0, False, []
+    for token in _TOKEN.finditer(text, start):
+        if token[0] == '"':
+            is_string = not is_string
+        elif not is_string and token[0] == ",":
+            commas.append(token.start())
+        elif not is_string and token[0] in "{}":
+            depth += 1 if token[0] == "{" else -1
+            if depth == 0:
+                return token.end(), commas
+    return -1, []
+
+
+def _scrub_all(value):
+    """Mend strings after decoding: JSON escapes can spell half a surrogate pair."""
+    if isinstance(value, str):
+        return scrub(value)
+    if isinstance(value, list):
+        return [_scrub_all(item) for item in value]
+    if isinstance(value, dict):
+        return {scrub(name): _scrub_all(item) for name, item in value.items()}
+    return value
+
+
+class OpenAILM:
+    """A model behind an OpenAI-compatible endpoint. Make one an endpoint: it holds the limiter.
+
+    `deadline_s` bounds a request from when it gets its slot, waits and retries included; time in
+    the queue does not count, or a long queue would fail what it delays. Connection errors, 408,
+    409, 429, 5xx and replies that are no chat completion are tried again up to `retries` times,
+    after the server's Retry-After or a doubling wait, with jitter and at most `max_wait_s`. Other
+    failures are replies without text. Errors: ConfigError on 401, and on 403 and 404 until a
+    request has succeeded (later they concern that one request). Use it from one event loop.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        base_url: str = "",
+        api_key_env: str = "OPENAI_API_KEY",
+        max_concurrent: int = 256,
+        deadline_s: float = 600.0,
+        retries: int = 3,
+        first_wait_s: float = 0.5,
+        max_wait_s: float = 60.0,
+    ):
+        key = os.environ.get(api_key_env, "") if api_key_env else ""
+        if not model:
+            raise ConfigError("judge.model is empty: name the model that the endpoint serves")
+        if not key and not base_url:
+            raise ConfigError(
+                f"the environment variable {api_key_env} (judge.api_key_env) is not set: export "
+                "it, or set judge.base_url to a server that needs no key"
+            )
+        if max_concurrent < 1 or not deadline_s > 0 or retries < 0:
+            raise ConfigError(
+                f"judge.max_concurrent ({max_concurrent}) must be at least 1, judge.deadline_s "
+                f"({deadline_s}) above 0 and retries ({retries}) at least 0"
+            )
+        self.model = model
+        self._key, self._key_env = key, api_key_env
+        self._deadline_s, self._retries = deadline_s, retries
+        self._first_wait_s, self._max_wait_s = first_wait_s, max_wait_s
+        self._limit = asyncio.Semaphore(max_concurrent)
+        self._random = random.Random()  # of its own: jitter must not move a seeded run's noise
+        self._has_worked = False
+        self._client = openai.AsyncOpenAI(
+            api_key=key or "none",
+            base_url=base_url or None,
+            max_retries=0,
+            timeout=openai.Timeout(deadline_s, connect=min(10.0, deadline_s)),
+        )
+
+    def with_model(self, model: str) -> "OpenAILM":
+        """Another model of the same endpoint, behind the same limiter and connections."""
+        sibling = copy.copy(self)
+        sibling.model, sibling._has_worked = model, False
+        return sibling
+
+    async def complete(self, request: LMRequest) -> LMReply:
+        """Answer one request; see the class for what is retried and what raises."""
+        async with self._limit:
+            try:
+                async with asyncio.timeout(self._deadline_s) as deadline:
+                    return await self._attempts(request, deadline.when())
+            except TimeoutError:
+                return LMReply(None, "error", f"no reply within {self._deadline_s:g} s")
+
+    async def close(self) -> None:
+        """Close the connections, those of `with_model` siblings too."""
+        await self._client.close()
+
+    async def _attempts(self, request: LMRequest, end: float) -> LMReply:
+        clock = asyncio.get_running_loop().time
+        for attempt in range(self._retries + 1):
+            reply, wait_s = await self._attempt(request, attempt)
+            if wait_s is None or attempt == self._retries or clock() + wait_s >= end:
+                break
+            await asyncio.sleep(wait_s)
+        self._has_worked = self._has_worked or reply.text is not None
+        return reply
+
+    async def _attempt(self, request: LMRequest, attempt: int) -> tuple[LMReply, float | None]:
+        """One try: the reply, and the seconds after which another try makes sense (None: never)."""
+        try:
+            response = await self._client.chat.completions.create(
+                model=self.model,
+                messages=list(request.messages),
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+            )
+            return _read_response(response), None
+        except openai.APIStatusError as error:
+            code, text = error.status_code, error.message
+            asked_s = retry_after_s(error.response.headers.get("retry-after", ""))
+        except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is no JSON
+            code, text, asked_s = 0, f"{error} {error.__cause__ or ''}", None
+        if code == 401 or (code in (403, 404) and not self._has_worked):
+            # The host alone, as an address may hold a password; and raised outside of the handlers,
+            # as the cause holds the request, whose headers hold the key.
+            raise ConfigError(
+                f"HTTP {code} from {self._client.base_url.host}, model {self.model}: check the "
+                f"key in {self._key_env}, judge.base_url (often ends in /v1) and judge.model"
+            )
+        can_retry = code in (0, 408, 409, 429) or code >= 500
+        wait_s = self._first_wait_s * 2**attempt if asked_s is None else asked_s
+        wait_s = min(wait_s * (1 + 0.25 * self._random.random()), self._max_wait_s)
+        return LMReply(None, "error", self._clean(text)), wait_s if can_retry else None
+
+    def _clean(self, text: str) -> str:
+        text = text.replace(self._key, "***") if self._key else text
+        return " ".join(text.split())[:300]
+
+
+def retry_after_s(value: str) -> float | None:
+    """Seconds that a Retry-After header asks for (a number or an HTTP date); None if unreadable."""
+    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", value.strip(), re.ASCII):
+        return float(value)
+    try:
+        when = parsedate_to_datetime(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    when = when if when.tzinfo else when.replace(tzinfo=UTC)
+    return max(0.0, (when - datetime.now(UTC)).total_seconds())
+
+
+def _read_response(response) -> LMReply:
+    try:
+        choice = response.choices[0]
+        text, finish_reason = choice.message.content, choice.finish_reason
+    except (AttributeError, IndexError, TypeError):  # gateways send errors with status 200
+        raise ValueError("the reply is no chat completion") from None
+    if finish_reason == "length":
+        return LMReply(scrub(text or ""), "length")
+    if not isinstance(text, str) or finish_reason == "content_filter":
+        return LMReply(None, "error", f"no text in the reply (finish reason {finish_reason})")
+    return LMReply(scrub(text))

@@ -1,0 +1,302 @@
+"""The sampler: continuous batching over a paged KV cache, one ragged step at a time.
+
+    samples = Sampler(model).generate(prompts, SamplingParams(n=8, max_tokens=64))
+
+or, where an environment answers between tokens: `add` rows, `step` until one has something to say,
+`park` it, `extend` it with forced tokens, `finish` it.
+
+Token ids only: text, stop strings and tools are the business of `rollout`. What a row draws depends
+on its weights, its tokens and (seed, prompt key, step, sample, position), never on what else is in
+the batch, on chunking, forks, parking or preemption.
+
+Not here: who runs when (`scheduler`), who owns which block (`blocks`), the mathematics (`ops`).
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from minirler import ops
+from minirler.blocks import BlockPool
+from minirler.scheduler import Chunk, Scheduler
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. temperature 0 takes the most likely token; top_k 0, top_p 1, min_p 0 keep all.
+
+    `max_tokens` counts sampled tokens of a row, `n` is rows a prompt. Log-probs are those of the
+    tempered full softmax whatever the filters keep.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self):
+        checks = {
+            "n": (self.n >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "finite and not negative"),
+            "top_p": (0 <= self.top_p <= 1, "from 0 to 1"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+        }
+        for name, (is_right, rule) in checks.items():
+            if not is_right:
+                raise ValueError(f"{name} must be {rule}, not {getattr(self, name)}")
+        object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
+
+
+@dataclass(frozen=True)
+class Token:
+    """One sampled token of a row; `stop_reason` is "stop", "length" or None (the row goes on)."""
+
+    row: int
+    id: int
+    logp: float
+    stop_reason: str | None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What `generate` returns for one row; ids and log-probs include the sampled stop token."""
+
+    prompt_index: int
+    sample_index: int
+    token_ids: list[int]
+    logps: list[float]
+    stop_reason: str
+
+
+@dataclass
+class _Sequence:
+    """A row's tokens and what its noise depends on."""
+
+    ids: list[int]
+    params: SamplingParams
+    key: int
+    step: int
+    sample: int
+    num_sampled: int = 0
+
+
+class Sampler:
+    """Rows of `model` (a `Qwen3`) over a cache of `kv_tokens` tokens.
+
+    `token_budget` bounds the tokens of a step, `max_rows` the rows that run at once. Only the first
+    `num_valid` vocabulary entries (default: all) can be drawn and count in log-probs.
+    """
+
+    def __init__(self, model, *, kv_tokens=65536, block_size=16, token_budget=4096, max_rows=256,
+                 num_valid=None):
+        if kv_tokens < block_size:
+            raise ValueError(f"kv_tokens {kv_tokens} is less than one block of {block_size} tokens")
+        self.model = model
+        self.num_valid = num_valid or model.config.vocab_size
+        self.scheduler = Scheduler(BlockPool(kv_tokens // block_size, block_size), token_budget,
+                                   max_rows)
+        head = model.head_weight()
+        layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
+        shape = (layers, kv_tokens // block_size, block_size, 2, heads, model.config.head_dim)
+        # zeros, not empty: masked keys still meet a weight of 0, and 0 * NaN would be NaN
+        self.cache = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        self._sequences: dict[int, _Sequence] = {}
+        self._next_row = 0
+
+    # ------------------------------------------------------------------------------ rows
+
+    def add(self, prompt_ids: list[int], params: SamplingParams, key, step: int = 0) -> list[int]:
+        """`params.n` rows that continue a prompt, which is computed once for all of them.
+
+        `key` (str or int) names the prompt in the noise, `step` the policy step. ValueError for a
+        prompt that is empty, names no token of the model, or can never fit.
+        """
+        ids = [int(i) for i in prompt_ids]
+        vocab = self.model.config.vocab_size
+        if not ids or not 0 <= min(ids) <= max(ids) < vocab:
+            raise ValueError(f"prompt {key!r} must be token ids from 0 to {vocab - 1}: {ids[:8]}...")
+        rows = list(range(self._next_row, self._next_row + params.n))
+        self.scheduler.add(rows, len(ids))
+        self._next_row += params.n
+        noise = ops.noise_key(params.seed, key)
+        for sample, row in enumerate(rows):
+            self._sequences[row] = _Sequence(list(ids), params, noise, step, sample)
+        return rows
+
+    def park(self, row: int) -> None:
+        """Stop sampling a row until it is extended. It keeps its cache while there is room."""
+        self.scheduler.park(row)
+
+    def extend(self, row: int, ids: list[int]) -> None:
+        """Append forced tokens to a row and let it run (again).
+
+        ValueError when it has sampled all its max_tokens, or would no longer fit the cache.
+        """
+        sequence = self._sequences[row]
+        if sequence.num_sampled >= sequence.params.max_tokens:
+            raise ValueError(f"row {row} has sampled all its {sequence.num_sampled} tokens")
+        self.scheduler.extend(row, len(ids))
+        sequence.ids.extend(int(i) for i in ids)
+
+    def finish(self, row: int) -> None:
+        """Forget a row. Rows that stopped must be finished too; until then they are parked."""
+        self.scheduler.finish(row)
+        del self._sequences[row]
+
+    def num_tokens(self, row: int) -> int:
+        """Tokens of a row: prompt, sampled and forced."""
+        return len(self._sequences[row].ids)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would compute anything (parked rows do not count)."""
+        return self.scheduler.has_work
+
+    def weights_changed(self) -> None:
+        """Call after the model's weights were filled anew: keys and values of the old ones go.
+
+        Rows that are alive go on with the new weights; their cache is computed again.
+        """
+        self.scheduler.drop_cache()
+
+    # ------------------------------------------------------------------------------ one step
+
+    @torch.inference_mode()
+    def step(self) -> list[Token]:
+        """Compute one batch of chunks and sample a token for every row that is complete.
+
+        A token with a stop_reason parks its row. [] when there was nothing to run, or when all that
+        ran was a part of a prefill.
+        """
+        plan = self.scheduler.schedule()
+        if not plan.chunks:
+            return []
+        if plan.copies:
+            sources, targets = (torch.tensor(x, device=self.cache.device)
+                                for x in zip(*plan.copies, strict=True))
+            ops.kv_copy_(self.cache, sources, targets)
+        ones = [chunk for chunk in plan.chunks if chunk.end - chunk.start == 1]
+        ones.sort(key=lambda chunk: -chunk.end)  # tiles of like length waste the least
+        plan.chunks = ones + [chunk for chunk in plan.chunks if chunk.end - chunk.start > 1]
+        hidden = self._forward(plan.chunks, len(ones))
+        rows, at = self._ready(plan)
+        return self._sample(rows, hidden[at]) if rows else []
+
+    def _forward(self, chunks: list[Chunk], num_ones: int) -> torch.Tensor:
+        """Hidden states [N, d] of the chunks' tokens, which also land in the cache."""
+        starts = np.array([chunk.start for chunk in chunks])
+        lengths = np.array([chunk.end for chunk in chunks])
+        counts = lengths - starts
+        first = np.cumsum(counts) - counts  # where each chunk begins in the batch
+        within = np.arange(counts.sum()) - np.repeat(first, counts)
+        positions = np.repeat(starts, counts) + within  # [N]
+        tables = self._tables(chunks)  # [chunks, n]
+        size = self.cache.shape[2]
+        blocks = tables[np.repeat(np.arange(len(chunks)), counts), positions // size]
+        tiles = ops.decode_tiles(tables[:num_ones], lengths[:num_ones], self.cache[0])
+        for i in range(num_ones, len(chunks)):
+            tiles += ops.chunk_tiles(tables[i], chunks[i].start, chunks[i].end, int(first[i]),
+                                     self.cache[0])
+        ids = [t for row, start, end in chunks for t in self._sequences[row].ids[start:end]]
+        ids, positions, slots = (torch.as_tensor(x, device=self.cache.device)
+                                 for x in (ids, positions, blocks * size + positions % size))
+
+        def attend(layer, q, k, v):
+            ops.kv_write_(self.cache[layer], k, v, slots)
+            return ops.paged_attention(q, k, v, self.cache[layer], tiles)
+
+        return self.model(ids, positions, attend)
+
+    def _tables(self, chunks: list[Chunk]) -> np.ndarray:
+        """Block tables of the chunks' rows, int64, padded with block 0."""
+        tables = [self.scheduler.pool.tables[chunk.row] for chunk in chunks]
+        widths = np.array([len(table) for table in tables])
+        padded = np.zeros((len(tables), widths.max()), dtype=np.int64)
+        padded[np.arange(padded.shape[1]) < widths[:, None]] = [b for table in tables for b in table]
+        return padded
+
+    def _ready(self, plan) -> tuple[list[int], list[int]]:
+        """Rows that sample now, and where in the batch each one's last hidden state stands."""
+        last = np.cumsum([chunk.end - chunk.start for chunk in plan.chunks]) - 1
+        rows, at = [], []
+        for index, members in self.scheduler.complete(plan):
+            rows += members
+            at += [int(last[index])] * len(members)
+        return rows, at
+
+    def _sample(self, rows: list[int], hidden: torch.Tensor) -> list[Token]:
+        """One token for each row from its hidden state [B, d]."""
+        logits = F.linear(hidden, self.model.head_weight()[: self.num_valid])  # [B, V]
+        groups: dict[tuple, list[int]] = {}  # rows of like settings share one call
+        for i, row in enumerate(rows):
+            p = self._sequences[row].params
+            groups.setdefault((p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+        tokens: list[Token | None] = [None] * len(rows)
+        for settings, indices in groups.items():
+            part = logits if len(groups) == 1 else logits[indices]
+            noise = self._noise([rows[i] for i in indices]) if settings[0] > 0 else None
+            ids, logps = ops.sample(part, noise, *settings)
+            for i, token, logp in zip(indices, ids.tolist(), logps.tolist(), strict=True):
+                tokens[i] = self._record(rows[i], token, logp)
+        return tokens
+
+    def _noise(self, rows: list[int]) -> torch.Tensor:
+        """Gumbel noise [B, V] for each row's next token."""
+        sequences = [self._sequences[row] for row in rows]
+        noise = ops.gumbel_noise([s.key for s in sequences], [s.step for s in sequences],
+                                 [s.sample for s in sequences], [len(s.ids) for s in sequences],
+                                 self.num_valid)
+        return noise.to(self.cache.device)
+
+    def _record(self, row: int, token: int, logp: float) -> Token:
+        """Append a sampled token to its row, and park the row where it ends."""
+        sequence, params = self._sequences[row], self._sequences[row].params
+        sequence.ids.append(token)
+        sequence.num_sampled += 1
+        self.scheduler.append(row)
+        reason = None
+        if token in params.stop_ids:
+            reason = "stop"
+        elif (sequence.num_sampled >= params.max_tokens
+              or len(sequence.ids) > self.scheduler.capacity):  # the row fills the cache alone
+            reason = "length"
+        if reason:
+            self.scheduler.park(row)
+        return Token(row, token, logp, reason)
+
+    # ------------------------------------------------------------------------------ all at once
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams, keys=None) -> list[Sample]:
+        """Continue every prompt `params.n` times; samples come in prompt, then sample order.
+
+        `keys` (default: the prompts' indices) name the prompts in the noise; the step is 0.
+        """
+        if self._sequences:
+            raise ValueError(f"generate needs a sampler without rows, {len(self._sequences)} are alive")
+        keys = range(len(prompts)) if keys is None else keys
+        samples: dict[int, Sample] = {}
+        try:
+            for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
+                for sample, row in enumerate(self.add(prompt, params, key)):
+                    samples[row] = (index, sample, [], [])
+            while self.has_work:
+                for token in self.step():
+                    _, _, ids, logps = samples[token.row][:4]
+                    ids.append(token.id)
+                    logps.append(token.logp)
+                    if token.stop_reason:
+                        samples[token.row] = Sample(*samples[token.row], token.stop_reason)
+                        self.finish(token.row)
+        finally:
+            for row in list(self._sequences):
+                self.finish(row)
+        return list(samples.values())

@@ -1,0 +1,198 @@
+"""Every setting: its name, its default, its unit and its limits. The only place for defaults.
+
+Not here: reading, checking and printing, which `config` does. Other modules import these classes
+from `config`.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    dir: str = "runs/run"  # the run folder; an existing one is resumed
+    seed: int = 0
+    threads: int = 0  # CPU threads of torch; 0 leaves torch's own choice
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = "package:almanac"  # HF folder, or package:NAME for one in minirler/assets
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    source: str = "almanac"  # "almanac" (the made-up world) or a JSONL file of prompts
+    system_prompt: str = "system_almanac"  # minirler/prompts/NAME.txt, or a path
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    seed: int = 1
+    entities: int = 256  # entries to train on
+    held_out: int = 64  # entries to evaluate on, disjoint from the former
+
+
+@dataclass(frozen=True)
+class SamplerConfig:
+    kv_tokens: int = 131072  # room of the KV cache, in tokens
+    block_size: int = 16  # tokens a block
+    token_budget: int = 4096  # tokens a step, prefill and decode together
+    max_rows: int = 256  # sequences that run at once
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    prompts: int = 32  # prompts a step
+    group: int = 8  # rollouts a prompt
+    temperature: float = 1.0
+    max_prompt_tokens: int = 2048
+    max_tokens: int = 16384  # tokens after the prompt, sampled and forced together
+    max_tool_calls: int = 10
+    tool_wait_steps: int = 8  # deterministic mode: sampler steps from a call to its result
+
+
+@dataclass(frozen=True)
+class ToolsConfig:
+    backend: str = "local"  # where searches go: "local" is an SQLite FTS5 corpus
+    corpus: str = ""  # path of the index; empty: the almanac's own, made in the run folder
+    results: int = 10  # documents a search
+    snippet_words: int = 64  # words a snippet, at most 64 (a limit of FTS5)
+    deadline_s: float = 180.0  # of one call, retries included
+    max_concurrent: int = 64  # calls in flight, of the whole process
+    retries: int = 3
+    id_chars: int = 8  # length of the call part of a snippet id
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    backend: str = "offline"  # "offline" | "openai"
+    model: str = ""
+    base_url: str = ""
+    api_key_env: str = "OPENAI_API_KEY"
+    scale: str = "graded"  # "graded": 0..2; "binary"
+    max_concurrent: int = 256
+    deadline_s: float = 600.0
+    retries: int = 2  # of an unreadable reply
+    max_tokens: int = 2048
+    max_missing: float = 0.3  # share of missing verdicts above which a rollout is unscored
+    min_scored: int = 2  # scored rollouts below which a group is dropped
+
+
+@dataclass(frozen=True)
+class RubricsConfig:
+    evolve: bool = True
+    evolve_every: int = 1  # steps between generations of evolving rubrics
+    score_new: str = "same_step"  # new criteria score the rollouts they came from; "next_visit"
+    max_active: int = 5
+    max_new: int = 5  # criteria accepted from one generation
+    history: int = 64  # retired criteria remembered a prompt
+    cooldown: int = 4  # visits after which a retired criterion may be proposed again
+    persistent: int = 4  # persistent criteria made by search where the data set has none
+    persistent_searches: int = 2
+    generator_model: str = ""  # empty: the judge's
+    max_rollout_chars: int = 24000  # of each rollout shown to the generator
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    rubric: float = 0.5
+    citation: float = 0.2
+    format: float = 0.2
+    search: float = 0.1
+
+
+@dataclass(frozen=True)
+class AlgoConfig:
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl: str = "k3"
+    beta: float = 0.0
+    normalize: str = "std"
+    flat_groups: str = "drop"  # "drop" | "keep"
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 100
+    lr: float = 5e-7
+    warmup_steps: int = 0
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    micro_batch_tokens: int = 18432  # tokens of one packed micro-batch; holds the longest rollout
+    logits_chunk: int = 1024  # tokens whose logits exist at once
+    deterministic: bool = False
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 3
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 10  # steps between held-out evaluations; 0: only before and after
+    prompts: int = 64
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    steps: int = 1000
+    batch: int = 32  # trajectories a step
+    lr: float = 3e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    curriculum: float = 0.4  # share of the steps over which searches grow from one to all
+    out: str = "runs/almanac-sft/model"
+    vocab_size: int = 512
+    hidden_size: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    intermediate_size: int = 384
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    world: WorldConfig = field(default_factory=WorldConfig)
+    sampler: SamplerConfig = field(default_factory=SamplerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    tools: ToolsConfig = field(default_factory=ToolsConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    rubrics: RubricsConfig = field(default_factory=RubricsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algo: AlgoConfig = field(default_factory=AlgoConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sft: SFTConfig = field(default_factory=SFTConfig)
+
+
+# Limits of single settings, both ends included. No number here may be negative anyway.
+LEAST = {
+    "world.entities": 1, "world.held_out": 1, "sampler.kv_tokens": 1, "sampler.block_size": 1,
+    "sampler.token_budget": 1, "sampler.max_rows": 1, "rollout.prompts": 1, "rollout.group": 2,
+    "rollout.max_prompt_tokens": 1, "rollout.max_tokens": 1, "rollout.tool_wait_steps": 1,
+    "tools.results": 1, "tools.snippet_words": 1, "tools.max_concurrent": 1, "tools.id_chars": 2,
+    "judge.max_concurrent": 1, "judge.max_tokens": 1, "judge.min_scored": 1,
+    "rubrics.evolve_every": 1, "rubrics.max_new": 1, "rubrics.max_rollout_chars": 1,
+    "train.steps": 1, "train.micro_batch_tokens": 1, "train.logits_chunk": 1,
+    "train.checkpoint_every": 1, "train.keep_checkpoints": 1, "eval.prompts": 1, "sft.steps": 1,
+    "sft.batch": 1, "sft.vocab_size": 282, "sft.hidden_size": 1, "sft.num_layers": 1,
+    "sft.num_heads": 1, "sft.num_kv_heads": 1, "sft.head_dim": 2, "sft.intermediate_size": 1,
+}  # fmt: skip
+MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.0,
+        "algo.clip_low": 1.0, "sft.curriculum": 1.0}  # fmt: skip
+POSITIVE = ("rollout.temperature", "tools.deadline_s", "judge.deadline_s", "train.lr",
+            "train.max_grad_norm", "sft.lr")  # fmt: skip
+CHOICES = {
+    "model.dtype": ("float32", "bfloat16"),
+    "tools.backend": ("local",),
+    "judge.backend": ("offline", "openai"),
+    "judge.scale": ("graded", "binary"),
+    "rubrics.score_new": ("same_step", "next_visit"),
+    "algo.kl": ("k1", "k2", "k3"),
+    "algo.normalize": ("std", "std1", "none"),
+    "algo.flat_groups": ("drop", "keep"),
+}

@@ -1,0 +1,231 @@
+"""The loop: sample, judge, evolve, advantage, pack, step, sync.
+
+    python -m minirler.train [CONFIG] [key=value ...]
+
+Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and no
+network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves and
+ends; a second Ctrl-C ends at once.
+
+Not here: how a step of the loop is done (each is a module of its own), and how the parts are put
+together and kept (`run`).
+"""
+
+import asyncio
+import json
+import sys
+import time
+from contextlib import aclosing
+from pathlib import Path
+
+import torch
+
+from .checkpoint import CheckpointError
+from .config import Config, ConfigError, load_config, table
+from .evaluate import METRICS, evaluate
+from .evolve import evolving_rubrics, persistent_rubrics
+from .grpo import flat_groups, group_advantages, mean_stats, policy_loss
+from .log import Bar, before_after, say, step_line
+from .pack import MicroBatch, pack
+from .policy import batch_logps
+from .records import Group, Rollout
+from .reward import apply_
+from .run import Run, open_run
+from .sampler import SamplingParams
+
+DEFAULT = Path("configs/almanac.toml")
+
+
+async def train(run: Run) -> None:
+    """Train from where the run stands to `train.steps`. Cancelling is safe at every await: the state
+    is whole at a step border, and nothing before `update` touches the weights."""
+    settings = run.config.train
+    while True:
+        if is_evaluation_due(run):
+            await hold_out(run)
+        if run.step >= settings.steps:
+            break
+        started = time.monotonic()
+        groups = await sample_and_score(run)
+        metrics = update(run, groups)
+        run.sampler.weights_changed()
+        run.step += 1
+        report(run, groups, metrics, time.monotonic() - started)
+        run.capture()
+        if run.step % settings.checkpoint_every == 0 or run.step == settings.steps:
+            run.save()
+
+
+async def sample_and_score(run: Run) -> list[Group]:
+    """The groups of one step, in prompt order. A group is judged while the others still decode."""
+    cfg = run.config.rollout
+    prompts = run.next_prompts()
+    ids = [run.prompt_ids(prompt) for prompt in prompts]
+    params = SamplingParams(temperature=cfg.temperature, seed=run.config.run.seed)
+    scoring = []
+    with Bar(len(prompts) * cfg.group, f"step {run.step + 1}") as bar:
+        stream = run.engine.run(prompts, ids, cfg.group, params, run.step, on_progress=bar)
+        async with aclosing(stream):
+            async for rollouts in stream:
+                scoring.append(asyncio.create_task(score(run, rollouts)))
+    with run.timers("judge"):
+        groups = {group.prompt.id: group for group in await asyncio.gather(*scoring)}
+    return [groups[prompt.id] for prompt in prompts]
+
+
+async def score(run: Run, rollouts: list[Rollout]) -> Group:
+    """Judge one group: by persistent rubrics, and by evolving ones from its own contrast."""
+    cfg, buffer, prompt = run.config.rubrics, run.buffer, run.prompts[rollouts[0].prompt_id]
+    with run.timers("judge"):
+        if not buffer.criteria(prompt.id):
+            found = await persistent_rubrics(run.generator, run.search, prompt, cfg)
+            buffer.add(prompt.id, run.checked(found))
+        new = []
+        if cfg.evolve and run.step % cfg.evolve_every == 0:
+            found = await evolving_rubrics(run.generator, prompt, rollouts, buffer, cfg, run.step)
+            new = run.checked(found)
+        if cfg.score_new == "same_step":
+            buffer.add(prompt.id, new)
+        group = Group(prompt, rollouts, buffer.criteria(prompt.id))
+        answers = [rollout.answer for rollout in rollouts]
+        group.verdicts = await run.judge.score_group(prompt.question, answers, group.criteria)
+        outcome = apply_(group, run.config.reward, run.config.judge)
+        buffer.observe(prompt.id, [c.id for c in group.criteria], outcome.observed)
+        if cfg.score_new == "next_visit":
+            buffer.add(prompt.id, new)
+    return group
+
+
+def update(run: Run, groups: list[Group]) -> dict[str, float]:
+    """One optimiser step on all groups; returns what to log. Nothing to learn from: no step."""
+    algo, settings = run.config.algo, run.config.train
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    index = torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])  # [R]
+    rewards = [reward for group in groups for reward in group.rewards]
+    scored = torch.tensor([reward is not None for reward in rewards])  # [R]
+    values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float64)  # [R]
+    advantages = group_advantages(values, index, scored, algo.normalize)  # [R]
+    flat = flat_groups(values, index, scored)  # [R]
+    kept = scored & ~flat if algo.flat_groups == "drop" else scored
+    wanted = [a if k else None for a, k in zip(advantages.tolist(), kept.tolist(), strict=True)]
+    batches = pack(rollouts, wanted, settings.micro_batch_tokens)
+    denominator = sum(batch.token_count() for batch in batches)
+    metrics = {"flat_share": (flat & scored).float().mean().item(), "trained_tokens": denominator}
+    if not denominator:
+        return metrics
+    with run.timers("update"):
+        parts = [backward(run, batch, denominator) for batch in batches]
+        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_grad_norm)
+        if torch.isfinite(norm):  # a NaN in one step must not end up in the weights
+            run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+    sums = {name: sum(p.pop(name) for p in parts) for name in ("loss", "entropy")}
+    return metrics | sums | mean_stats(parts) | {"grad_norm": norm.item()}
+
+
+def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:
+    """Gradient of one micro-batch. `loss` and `entropy` are its shares of the step's means."""
+    algo, temperature = run.config.algo, run.config.rollout.temperature
+    settings = temperature, run.tokenizer.num_valid, run.config.train.logits_chunk
+    ref_logps = None
+    if run.reference is not None:
+        with torch.no_grad():
+            ref_logps, _ = batch_logps(run.reference, batch, *settings)  # [N]
+    logps, entropy = batch_logps(run.model, batch, *settings)  # [N]
+    loss, stats = policy_loss(
+        logps, batch.old_logps, batch.advantages, batch.mask, denominator=denominator,
+        clip_low=algo.clip_low, clip_high=algo.clip_high,
+        ref_logps=ref_logps, kl=algo.kl, beta=algo.beta,
+    )  # fmt: skip
+    loss.backward()
+    return {"loss": loss.item(), "entropy": entropy.sum().item() / denominator} | stats
+
+
+def is_evaluation_due(run: Run) -> bool:
+    """At the start, every `eval.every` steps and at the end, once each, if there is a gold judge."""
+    due = run.step in (0, run.config.train.steps) or run.step % (run.config.eval.every or 10**9) == 0
+    return bool(run.held_out) and due and run.step not in run.evaluations
+
+
+async def hold_out(run: Run) -> None:
+    """Evaluate on the held-out entries and note the result."""
+    with Bar(len(run.held_out), "held out") as bar:
+        row = await evaluate(
+            run.engine, run.world, run.held_out, [run.prompt_ids(p) for p in run.held_out],
+            run.config.eval.temperature, run.config.run.seed, run.step, bar,
+        )  # fmt: skip
+    run.evaluations[run.step] = row
+    run.log.write({"step": run.step} | {f"held_out/{name}": x for name, x in row.items()})
+    run.timers.reset()
+    say(f"held out at step {run.step}: gold coverage {row['gold']:.3f}, {row['tokens']:.0f} tokens")
+
+
+def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None:
+    """Write the step to the run folder and one line of it to the console."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    tokens = sum(rollout.num_sampled() for rollout in rollouts)
+    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    row = {"reward": mean(rewards)}
+    for name in groups[0].components:
+        values = [x for group in groups for x in group.components[name] if x is not None]
+        row[f"reward/{name}"] = mean(values)
+    if run.evaluations:
+        row["held_out"] = run.evaluations[max(run.evaluations)]["gold"]
+    row |= metrics | {
+        "unscored": sum(r is None for g in groups for r in g.rewards),
+        "answer_tokens": tokens / len(rollouts),
+        "answered": mean([float(r.answer is not None) for r in rollouts]),
+        "length_stops": mean([float(r.stop_reason == "length") for r in rollouts]),
+        "calls": mean([float(len(r.calls)) for r in rollouts]),
+        "criteria": mean([float(len(g.criteria)) for g in groups]),
+        "seconds": seconds, "tokens_per_s": tokens / seconds,
+    }  # fmt: skip
+    row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
+    row |= {f"judge/{name}": x for name, x in vars(run.judge.take_counts()).items()}
+    run.record(groups, row)
+    left = run.config.train.steps - run.step
+    say(step_line(run.step, run.config.train.steps, row, left * seconds))
+
+
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
+async def supervise(run: Run) -> int:
+    """`train`, then the table of what it brought. The first Ctrl-C cancels this task: save and end."""
+    try:
+        await train(run)
+    except asyncio.CancelledError:
+        run.save()
+        say(f"\ninterrupted: saved step {run.captured['step']} in {run.folder}; run again to go on")
+        return 130
+    if run.evaluations:
+        first, last = min(run.evaluations), max(run.evaluations)
+        say(f"\nheld-out questions, step {first} -> step {last}")
+        say(before_after(run.evaluations[first], run.evaluations[last], dict(METRICS)))
+    hashes = run.hashes()
+    (run.folder / "hashes.json").write_text(json.dumps(hashes, indent=1) + "\n")
+    say("hashes: " + "  ".join(f"{name} {value[:12]}" for name, value in hashes.items()))
+    say(f"run folder: {run.folder}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; errors that the user can mend are one line."""
+    try:
+        config: Config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        say(table(config))
+        run = open_run(config)
+        say(f"{run.folder}: {len(run.prompts)} prompts, from step {run.step} to {config.train.steps}")
+        return asyncio.run(supervise(run))
+    except (ConfigError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
