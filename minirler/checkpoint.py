@@ -99,8 +99,7 @@ def load_latest(run_dir: str | Path) -> Checkpoint | None:
         warnings.warn(f"{leftover} was left by a save that did not end: removed", stacklevel=2)
         shutil.rmtree(leftover)
     for step, path in reversed(_numbered(folder)):
-        fault = _fault(path)
-        if fault is None:
+        if (fault := _fault(path)) is None:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
             tensors = safetensors.torch.load_file(path / "optimizer.safetensors")
             return Checkpoint(path, step, _checked(state, path), tensors)
@@ -111,7 +110,7 @@ def load_latest(run_dir: str | Path) -> Checkpoint | None:
 def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
     """The optimiser's tensors on the CPU: "exp_avg/NAME" as the parameter NAME, "step/NAME" 0-dim.
 
-    Empty before the first step. Learning rates are not in here: they follow from the step.
+    Empty before the first step. Not in here: learning rates, which follow from the step.
     """
     names = _parameter_names(optimizer, model)
     return {
@@ -128,8 +127,7 @@ def load_optimizer(
 
     ValueError: a parameter without moments, moments without a parameter, a wrong shape.
     """
-    names = _parameter_names(optimizer, model)
-    states: dict[str, dict[str, Tensor]] = {}
+    names, states = _parameter_names(optimizer, model), {}
     for key, tensor in tensors.items():
         field, name = key.split("/", 1)
         states.setdefault(name, {})[field] = tensor
@@ -158,7 +156,7 @@ def restore_rng(state: dict) -> None:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The tensor's elements as they lie in memory, for hashes; any dtype and device."""
+    """The elements as they lie in memory, for hashes; any dtype, shape and device."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
@@ -181,8 +179,7 @@ def truncate_log(path: str | Path, offset: int) -> None:
     path = Path(path)
     size = path.stat().st_size if path.exists() else 0
     if size < offset:
-        say = "restore the file, or resume from an older checkpoint"
-        raise ValueError(f"{path} has {size} bytes but the checkpoint stands at {offset}: {say}")
+        raise ValueError(f"{path} has {size} bytes, its checkpoint {offset}: restore the file")
     if size > offset:
         with open(path, "r+b") as file:
             file.truncate(offset)
@@ -224,7 +221,7 @@ def _fault(folder: Path) -> str | None:
 def _prune(folder: Path, step: int, keep: int) -> None:
     """Delete all but the newest keep - 1 of the marked checkpoints before `step`.
 
-    Later ones do not count: a run that went back because they are damaged must keep what it has.
+    Later ones do not count: a run that went back because of damage must keep what it has.
     """
     older = [path for n, path in _numbered(folder) if n < step and (path / MARK).exists()]
     for path in older[: max(len(older) - (keep - 1), 0)]:
@@ -260,8 +257,9 @@ def _checked(state: dict, path: Path) -> dict:
 
 
 def _not_saved(final: Path, error: Exception) -> str:
-    kept = ["no earlier one", *(p.name for _, p in _numbered(final.parent) if (p / MARK).exists())]
-    return f"{final} was not saved ({error}); {kept[-1]} is there; make room there, then resume"
+    kept = ["none", *(p.name for _, p in _numbered(final.parent) if (p / MARK).exists())]
+    say = f"the last usable one is {kept[-1]}; make room there, then resume"
+    return f"{final} was not saved ({error}); {say}"
 
 
 def _parameter_names(optimizer, model) -> dict[str, Tensor]:

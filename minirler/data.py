@@ -1,8 +1,8 @@
 """Prompts from a JSONL file, and the order in which a run visits them.
 
 One object a line: `question` (text) or `messages` (a chat), and optionally `id`, `kind`, `rubrics`
-(objects with a `description`) or `ground_truth` (as in RLER's data: an object with `rubrics`, or its
-JSON text; a plain answer is kept as metadata).
+(objects with a `description`) or `ground_truth` (as in RLER's data: an object with `rubrics`, or
+its JSON text; a plain answer is kept as metadata).
 
 Not here: the almanac's questions (`world`), and mixtures of data sets.
 """
@@ -106,7 +106,8 @@ def joined(value):
 
 def read_system_prompt(name: str) -> str:
     """A system prompt: `minirler/prompts/NAME.txt`, or any path that ends in .txt."""
-    path = Path(name) if name.endswith(".txt") else Path(__file__).parent / "prompts" / f"{name}.txt"
+    shipped = Path(__file__).parent / "prompts" / f"{name}.txt"
+    path = Path(name) if name.endswith(".txt") else shipped
     if not path.is_file():
         raise ConfigError(f"data.system_prompt = {name!r}: there is no file {path}")
     return path.read_text(encoding="utf-8").strip()

@@ -1,8 +1,8 @@
 """Held-out evaluation of the policy on the almanac, by the gold judge that knows the true facts.
 
-`evaluate` samples one report a held-out entry and returns means. The gold score is for people to look
-at: no training reward ever sees it. The noise is the same at every evaluation, so that two evaluations
-differ by the policy alone.
+`evaluate` samples one report a held-out entry and returns means. The gold score is for people to
+look at: no training reward ever sees it. The noise is the same at every evaluation, so that two
+evaluations differ by the policy alone.
 
 Not here: benchmarks of real models.
 """

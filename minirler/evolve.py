@@ -1,7 +1,7 @@
 """Where rubrics come from: a search before the first visit of a prompt, a contrast on later ones.
 
-Persistent rubrics rest on documents that are really searched for; evolving ones on what separates the
-rollouts of one group (DR Tulu, arXiv 2511.19399, rubrics that evolve with the policy). Both are
+Persistent rubrics rest on documents that are really searched for; evolving ones on what separates
+the rollouts of one group (DR Tulu, arXiv 2511.19399, rubrics that evolve with the policy). Both are
 written by a language model whose reply is data to be checked, item by item: a generation that fails
 adds nothing and changes nothing, and says why.
 
@@ -17,10 +17,11 @@ from minirler.config import ConfigError, RubricsConfig
 from minirler.judge import has_answer
 from minirler.lm import make_request, read_json
 from minirler.records import LM, LMReply, Prompt, Rollout
-from minirler.rubrics import MAX_DESCRIPTION, Rubric, RubricBuffer, make_rubric
+from minirler.rubrics import MAX_DESCRIPTION, Rubric, RubricBuffer, fold, make_rubric
 from minirler.search import Hit
 
 MAX_TITLE = 80  # characters
+MAX_TOKENS = 16384  # of a generator's reply, its thinking included
 POSITIVE, NEGATIVE = "positive_rubrics", "negative_rubrics"
 
 Search = Callable[[str], Awaitable[Sequence[Hit]]]
@@ -39,12 +40,14 @@ async def persistent_rubrics(
         return dataset_rubrics(prompt), ""
     if cfg.persistent < 1:
         return [], ""
-    documents, why = await _research(lm, search, prompt.question, cfg.persistent_searches)
-    if not documents:
-        return [], why or "the searches found no documents"
+    hits, why = await _research(lm, search, prompt.question, cfg.persistent_searches)
+    if not hits:
+        return [], why or "the searches found nothing"
+    documents = _fit(((h.doc_id, h.title, h.text) for h in hits), cfg.max_rollout_chars)
     fields = {"question": prompt.question, "documents": documents, "limit": cfg.persistent}
-    reply = await lm.complete(make_request("rubrics_persistent", fields))
-    items, why = _read_items(reply, {POSITIVE: 1.0})
+    reply = await lm.complete(make_request("rubrics_persistent", fields, MAX_TOKENS))
+    items, fault = _read_items(reply, {POSITIVE: 1.0})
+    why = "; ".join(filter(None, (why, fault)))
     known = {document["id"] for document in documents}
     return _accept(prompt.id, items, why, cfg.persistent, kind="persistent", known=known)
 
@@ -75,7 +78,7 @@ async def evolving_rubrics(
         "rollouts": [show_rollout(rollout, cfg.max_rollout_chars) for rollout in rollouts],
         "limit": cfg.max_new,
     }
-    reply = await lm.complete(make_request("rubrics_evolving", fields))
+    reply = await lm.complete(make_request("rubrics_evolving", fields, MAX_TOKENS))
     items, why = _read_items(reply, {POSITIVE: 1.0, NEGATIVE: -1.0})
     taken = {rubric.id for rubric in used}
     return _accept(prompt.id, items, why, cfg.max_new, kind="evolving", taken=taken, born=step)
@@ -106,61 +109,65 @@ def show_rollout(rollout: Rollout, max_chars: int) -> dict:
     Sources that the answer cites come first; equal ones are shown once. "..." ends what is cut.
     """
     answer = _cut(rollout.answer, max_chars) if has_answer(rollout.answer) else None
-    left = max_chars - len(answer or "")
     cited = {name for citation in rollout.citations for name in citation.ids}
-    distinct = {}
-    for snippet in sorted(rollout.snippets().values(), key=lambda s: s.id not in cited):
-        distinct.setdefault((snippet.title, snippet.text), snippet)
-    sources = []
-    for snippet in distinct.values():
-        text = _cut(snippet.text, left - len(snippet.title))
-        if not text:
-            break
-        sources.append({"id": snippet.id, "title": snippet.title, "text": text})
-        left -= len(snippet.title) + len(text)
-    return {"answer": answer, "sources": sources}
+    snippets = sorted(rollout.snippets().values(), key=lambda s: s.id not in cited)
+    left = max_chars - len(answer or "")
+    return {"answer": answer, "sources": _fit(((s.id, s.title, s.text) for s in snippets), left)}
 
 
-async def _research(lm: LM, search: Search, question: str, limit: int) -> tuple[list[dict], str]:
-    """Documents for a question, each once, in the order of the queries; and what went wrong.
-
-    Without readable queries the question itself is searched for. A search that fails is left out.
-    """
-    reply = await lm.complete(make_request("rubrics_queries", {"question": question, "limit": limit}))
-    found = (read_json(reply.text, "queries", reply.finish_reason) or {}).get("queries")
-    queries = [q for q in found if isinstance(q, str) and q.strip()] if isinstance(found, list) else []
-    queries = list(dict.fromkeys(queries))[:limit] or [question]
-    results = await asyncio.gather(*map(search, queries), return_exceptions=True)
-    documents, errors = {}, []
-    for query, hits in zip(queries, results, strict=True):
-        if isinstance(hits, ConfigError) or (
-            isinstance(hits, BaseException) and not isinstance(hits, Exception)
-        ):
-            raise hits
-        if isinstance(hits, Exception):
-            errors.append(f"search {query!r} failed: {type(hits).__name__}: {hits}")
+def _fit(sources: Iterable[tuple[str, str, str]], max_chars: int) -> list[dict]:
+    """Distinct (id, title, text) as prompts show them, as many as fit; the last one may be cut."""
+    shown: dict[tuple[str, str], dict] = {}
+    for name, title, text in sources:
+        if not text or (title, text) in shown:
             continue
-        for hit in hits:
-            shown = {"id": hit.doc_id, "title": hit.title, "text": hit.text}
-            documents.setdefault((hit.doc_id, hit.text), shown)
-    return list(documents.values()), "; ".join(errors)
+        fitting = _cut(text, max_chars - len(title))
+        if not fitting:
+            break
+        shown[title, text] = {"id": name, "title": title, "text": fitting}
+        max_chars -= len(title) + len(fitting)
+    return list(shown.values())
+
+
+async def _research(lm: LM, search: Search, question: str, limit: int) -> tuple[list[Hit], str]:
+    """Hits for a question, in the order of the queries; and which searches failed.
+
+    Without readable queries the question itself is searched for.
+    """
+    fields = {"question": question, "limit": limit}
+    reply = await lm.complete(make_request("rubrics_queries", fields, MAX_TOKENS))
+    listed = (read_json(reply.text, "queries", reply.finish_reason) or {}).get("queries")
+    listed = listed if isinstance(listed, list) else []
+    queries = dict.fromkeys(q.strip() for q in listed if isinstance(q, str) and q.strip())
+    results = await asyncio.gather(*(_hits(search, q) for q in [*queries][:limit] or [question]))
+    errors = [error for _, error in results if error]
+    return [hit for hits, _ in results for hit in hits], "; ".join(errors)
+
+
+async def _hits(search: Search, query: str) -> tuple[list[Hit], str]:
+    """What a search found, or why it failed: an error costs the hits of this one search only."""
+    try:
+        return list(await search(query)), ""
+    except ConfigError:
+        raise
+    except Exception as error:
+        return [], f"search {query!r} failed: {type(error).__name__}: {error}"
 
 
 def _read_items(reply: LMReply, weights: dict[str, float]) -> tuple[list, str]:
-    """(item, weight) for every item in the lists of a reply, unchecked; and what is wrong with it."""
+    """(item, weight) of every item in the reply's lists, unchecked; and what is wrong with it."""
     if reply.text is None:
         return [], f"no reply: {reply.error or reply.finish_reason}"
-    for key in weights:
-        if value := read_json(reply.text, key, reply.finish_reason):
-            break
-    else:
-        return [], f"no JSON with {key} in {reply.text[:100]!r} ({reply.finish_reason})"
+    objects = (read_json(reply.text, key, reply.finish_reason) for key in weights)
+    value = next((found for found in objects if found), None)
+    if value is None:
+        return [], f"no JSON with {POSITIVE} in {reply.text[:100]!r} ({reply.finish_reason})"
     items, wrong = [], []
     for key, weight in weights.items():
-        listed = value.get(key)
+        listed = value.get(key) or []
         if isinstance(listed, list):
             items += [(item, weight) for item in listed]
-        elif listed is not None:
+        else:
             wrong.append(f"{key} is no list")
     return items, "; ".join(wrong)
 
@@ -204,7 +211,7 @@ def _malformed(item: object) -> str:
     if not isinstance(item, dict):
         return f"an item is a {type(item).__name__}, not an object"
     description = item.get("description")
-    if not isinstance(description, str) or not any(c.isalnum() for c in description):
+    if not isinstance(description, str) or not fold(description):
         return "an item has no description"
     if len(description) > MAX_DESCRIPTION:
         return f"a description has {len(description)} characters, more than {MAX_DESCRIPTION}"

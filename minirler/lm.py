@@ -122,16 +122,12 @@ def read_json(text: str | None, key: str, finish_reason: str = "stop") -> dict |
 
 def _object_at(text: str, start: int) -> tuple[dict, int]:
     """The object that opens at `start` ({} if it is no JSON) and where it ends (-1: nowhere)."""
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-        return _scrub_all(value), end
-    except (ValueError, RecursionError):
-        end, commas = _closing(text, start)
-    if len(commas) != 1:
-        return {}, end
-    try:
+    end, commas = _closing(text, start)
+    body = text[start:end]  # decoded alone: an error counts the lines before it, in all of its text
+    if len(commas) == 1:
         body = text[start : commas[0]] + text[commas[0] + 1 : end]
-        return _scrub_all(_DECODER.decode(body)), end
+    try:
+        return (_scrub_all(_DECODER.decode(body)) if end > 0 else {}), end
     except (ValueError, RecursionError):
         return {}, end
 

@@ -221,14 +221,14 @@ def _some_failed(newest: dict, chatter: set, readings: list[Reading], taken: set
         split = min(shown, len(readings) - shown)
         if split and read_criterion(description)[:3] not in taken:
             ranked.append((-split, description, title))
-    return [{"description": d, "title": t} for _, d, t in sorted(ranked)]
+    best: dict[str, str] = {}  # one of a title: two sentences copied are one failure
+    for _, description, title in sorted(ranked):
+        best.setdefault(title, description)
+    return [{"description": d, "title": t} for t, d in best.items()]
 
 
 PROGRAMS = {"judge": _judge, "rubrics_queries": _queries, "rubrics_persistent": _persistent,
             "rubrics_evolving": _evolving}  # fmt: skip
-
-
-# ---- reading what is given
 
 
 def _sentences(text: str) -> Iterator[tuple[str, bool]]:
@@ -277,8 +277,8 @@ def _sources(documents: object) -> list[Source]:
 
 
 def _states(attr: str, value: str) -> dict:
-    description = f"States, with a citation, that its {attr} is {value}."
-    return {"description": description, "title": f"Cited {attr}"}
+    text = f"States, with a citation, that its {attr} is {value}."
+    return {"description": text, "title": f"Cited {attr}"}
 
 
 def _each(kind: type, value: object) -> list:

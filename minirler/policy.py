@@ -12,13 +12,17 @@ from .qwen3 import Qwen3
 
 
 def batch_logps(
-    model: Qwen3, batch: MicroBatch, temperature: float = 1.0, num_valid: int | None = None,
+    model: Qwen3,
+    batch: MicroBatch,
+    temperature: float = 1.0,
+    num_valid: int | None = None,
     chunk: int = 1024,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of its distribution: float32 [N] each, 0 outside the mask.
+    """Log-prob of each target and entropy of its distribution: float32 [N] each, 0 outside the
+    mask.
 
-    Both are of the softmax tempered by `temperature` over the first `num_valid` tokens. The former is
-    differentiable; logits exist for `chunk` tokens at a time.
+    Both are of the softmax tempered by `temperature` over the first `num_valid` tokens. The former
+    is differentiable; logits exist for `chunk` tokens at a time.
     """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,10 +1,10 @@
 """The few dataclasses that cross module borders, and the protocol of a language model.
 
-Not here: anything with behaviour, and anything that needs torch. `Rubric` and `RubricBuffer` live in
-`rubrics`, because they have rules of their own.
+Not here: anything with behaviour, and anything that needs torch. `Rubric` and `RubricBuffer` live
+in `rubrics`, because they have rules of their own.
 
-Units: seconds, tokens, characters. A rollout is an append-only list of segments: text is derived from
-its ids and never the other way round.
+Units: seconds, tokens, characters. A rollout is an append-only list of segments: text is derived
+from its ids and never the other way round.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +13,8 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question. `messages` are what the policy reads; `rubrics` are data-set rubrics (raw dicts)."""
+    """One question. `messages` are what the policy reads; `rubrics` are data-set rubrics (raw
+    dicts)."""
 
     id: str
     question: str
@@ -27,8 +28,8 @@ class Prompt:
 class Segment:
     """A run of tokens of one origin: prompt or tool output (`sampled` False) or the policy (True).
 
-    `logps` has one float32-valued entry a token (0.0 for forced ones); `step` is the policy step that
-    sampled it.
+    `logps` has one float32-valued entry a token (0.0 for forced ones); `step` is the policy step
+    that sampled it.
     """
 
     ids: list[int]
@@ -39,7 +40,8 @@ class Segment:
 
 @dataclass(frozen=True)
 class Snippet:
-    """A citable passage: `id` is what the policy cites, `doc_id` the document that it comes from."""
+    """A citable passage: `id` is what the policy cites, `doc_id` the document that it comes
+    from."""
 
     id: str
     title: str
@@ -81,8 +83,8 @@ class Citation:
 class Rollout:
     """One trajectory of one prompt.
 
-    `stop_reason` is that of the last turn: "stop" or "length". `answer` is None where there is none.
-    `text` is what the policy wrote (sampled tokens only, tool output left out).
+    `stop_reason` is that of the last turn: "stop" or "length". `answer` is None where there is
+    none. `text` is what the policy wrote (sampled tokens only, tool output left out).
     """
 
     prompt_id: str
@@ -107,8 +109,9 @@ class Rollout:
 class Group:
     """A prompt, its G rollouts and how they were judged.
 
-    `criteria` are the C rubrics used; `verdicts` is [G][C] with None for missing; `components` maps a
-    reward component to its G values (None: missing); `rewards` are the G totals (None: unscored).
+    `criteria` are the C rubrics used; `verdicts` is [G][C] with None for missing; `components`
+    maps a reward component to its G values (None: missing); `rewards` are the G totals (None:
+    unscored).
     """
 
     prompt: Prompt
@@ -121,7 +124,8 @@ class Group:
 
 @dataclass(frozen=True)
 class LMRequest:
-    """What is asked of a language model: hosted models read `messages`, the offline one `task` and `fields`."""
+    """What is asked of a language model: hosted models read `messages`, the offline one `task` and
+    `fields`."""
 
     task: str
     fields: dict
@@ -132,7 +136,8 @@ class LMRequest:
 
 @dataclass(frozen=True)
 class LMReply:
-    """A reply; `text` is None where none arrived (`error` says why). `finish_reason`: "stop", "length", "error"."""
+    """A reply; `text` is None where none arrived (`error` says why). `finish_reason`: "stop",
+    "length", "error"."""
 
     text: str | None
     finish_reason: str = "stop"
@@ -140,7 +145,8 @@ class LMReply:
 
 
 class LM(Protocol):
-    """A language model. `complete` never raises but for cancellation: failures are replies without text."""
+    """A language model. `complete` never raises but for cancellation: failures are replies without
+    text."""
 
     async def complete(self, request: LMRequest) -> LMReply:
         """Answer one request."""

@@ -1,9 +1,9 @@
 """Rollouts: the one place where inference meets the environment.
 
-The sampler decodes in a thread of its own, tools run as tasks meanwhile, and a rollout that waits for
-one is parked. Ids are only ever appended: the prompt, what the policy sampled, a tool's output, and
-so on; text is decoded from them and never encoded again. A turn ends with the token that completes
-a call.
+The sampler decodes in a thread of its own, tools run as tasks meanwhile, and a rollout that waits
+for one is parked. Ids are only ever appended: the prompt, what the policy sampled, a tool's output,
+and so on; text is decoded from them and never encoded again. A turn ends with the token that
+completes a call.
 
 Not here: the grammar (`tools`), and what a rollout is worth (`reward`).
 """
@@ -47,8 +47,8 @@ class RolloutEngine:
 
     `max_tokens` counts what follows the prompt, sampled and forced. `max_tool_calls` calls are run;
     any further one is answered by a notice. In deterministic mode a result joins exactly
-    `tool_wait_steps` sampler steps after its call, whenever it arrived, so that the make-up of every
-    batch, and with it every bit, does not depend on the speed of tools; otherwise on arrival.
+    `tool_wait_steps` sampler steps after its call, whenever it arrived, so that the make-up of
+    every batch, and with it every bit, does not depend on the speed of tools; otherwise on arrival.
     `timers` gets the seconds of "sampling", and of "tools" where decoding stood still for one.
     """
 
@@ -156,7 +156,7 @@ class RolloutEngine:
                 self._clock = max(self._clock, min(row.due for row in waiting))
             else:
                 await self._wait([row.task for row in waiting])
-        for row in sorted(waiting, key=lambda row: (row.due, row.id)):
+        for row in waiting:  # in the order of their ids
             if self.deterministic and row.due <= self._clock:
                 await self._wait([row.task])
             elif self.deterministic or not row.task.done():

@@ -77,6 +77,7 @@ class _Entry:
     forgotten: int = 0
 
 
+_LISTS = ("persistent", "active", "retired")
 _LEAST = {"max_active": 0, "min_scored": 1, "history": 0, "cooldown": 0}  # of each setting
 
 
@@ -118,17 +119,18 @@ class RubricBuffer:
             entry.accepted += 1
             accepted.append(rubric)
             self._log("born", prompt_id, **_as_json(rubric))
+        entry.persistent = dict(sorted(entry.persistent.items()))
+        entry.active = dict(sorted(entry.active.items(), key=lambda item: (item[1].born, item[0])))
         return accepted
 
     def criteria(self, prompt_id: str) -> list[Rubric]:
         """What to judge by: persistent rubrics by id, then active ones by (born, id)."""
         entry = self._entries.get(prompt_id, _Entry())
-        return sorted(entry.persistent.values(), key=lambda r: r.id) + self.active(prompt_id)
+        return [*entry.persistent.values(), *entry.active.values()]
 
     def active(self, prompt_id: str) -> list[Rubric]:
         """The evolving rubrics in use, by (born, id)."""
-        entry = self._entries.get(prompt_id, _Entry())
-        return sorted(entry.active.values(), key=lambda r: (r.born, r.id))
+        return list(self._entries.get(prompt_id, _Entry()).active.values())
 
     def retired(self, prompt_id: str) -> list[Rubric]:
         """The retired rubrics that are remembered, the latest last."""
@@ -170,7 +172,8 @@ class RubricBuffer:
         spreads = {name: entry.spreads.get(name) for name in sorted(entry.active)}
         self._log("visit", prompt_id, visit=entry.visits, spreads=spreads)
         self._retire(prompt_id, entry, flat, "flat")
-        self._retire(prompt_id, entry, sorted(self._beyond_cap(entry)), "cap")
+        ranked = sorted(entry.active, key=lambda n: (-entry.spreads.get(n, -math.inf), n))
+        self._retire(prompt_id, entry, sorted(ranked[self.max_active :]), "cap")
         while len(entry.retired) > self.history:
             self._forget(entry, next(iter(entry.retired)))
 
@@ -187,15 +190,9 @@ class RubricBuffer:
         """Everything but the events, as plain JSON data; `from_state` reads it back."""
         prompts = {}
         for prompt_id, entry in sorted(self._entries.items()):
-            prompts[prompt_id] = vars(entry) | {
-                "persistent": [
-                    _as_json(entry.persistent[name]) for name in sorted(entry.persistent)
-                ],
-                "active": [_as_json(rubric) for rubric in self.active(prompt_id)],
-                "retired": [_as_json(rubric) for rubric in entry.retired.values()],
-                "spreads": dict(entry.spreads),
-                "retired_at": dict(entry.retired_at),
-            }
+            saved = {n: [_as_json(r) for r in getattr(entry, n).values()] for n in _LISTS}
+            saved |= {"spreads": dict(entry.spreads), "retired_at": dict(entry.retired_at)}
+            prompts[prompt_id] = vars(entry) | saved
         settings = {name: getattr(self, name) for name in _LEAST}
         return {"version": VERSION, "settings": settings, "prompts": prompts}
 
@@ -214,9 +211,7 @@ class RubricBuffer:
         return buffer
 
     def _entry(self, prompt_id: str) -> _Entry:
-        if not isinstance(
-            prompt_id, str
-        ):  # JSON would turn it into one, and the state would change
+        if not isinstance(prompt_id, str):  # as a key of JSON it would come back as a string
             raise ValueError(f"prompt id {prompt_id!r} must be a string")
         return self._entries.setdefault(prompt_id, _Entry())
 
@@ -230,12 +225,6 @@ class RubricBuffer:
     def _forget(self, entry: _Entry, name: str) -> None:
         del entry.retired[name], entry.retired_at[name]
         entry.forgotten += 1
-
-    def _beyond_cap(self, entry: _Entry) -> list[str]:
-        def rank(name: str) -> tuple:
-            return (name not in entry.spreads, -entry.spreads.get(name, 0.0), name)
-
-        return sorted(entry.active, key=rank)[self.max_active :]
 
     def _retire(self, prompt_id: str, entry: _Entry, names: list[str], why: str) -> None:
         for name in names:
@@ -299,12 +288,11 @@ def _from_json(saved: dict) -> Rubric:
 
 
 def _read_entry(saved: dict) -> _Entry:
-    names = ("persistent", "active", "retired")
-    entry = _Entry(**saved | {n: {r.id: r for r in map(_from_json, saved[n])} for n in names})
+    entry = _Entry(**saved | {n: {r.id: r for r in map(_from_json, saved[n])} for n in _LISTS})
+    entry.spreads, entry.retired_at = dict(entry.spreads), dict(entry.retired_at)
     ids = entry.persistent.keys() | entry.active.keys() | entry.retired.keys()
-    if (
-        entry.accepted != len(ids) + entry.forgotten
-        or entry.retired_at.keys() != entry.retired.keys()
-    ):
+    if [*entry.retired_at] != [*entry.retired] or not entry.spreads.keys() <= entry.active.keys():
+        raise ValueError("retired_at or spreads do not fit the rubrics")
+    if entry.visits < 0 or entry.accepted != len(ids) + entry.forgotten:
         raise ValueError("accepted is not persistent + active + retired + forgotten")
     return entry

@@ -8,8 +8,8 @@
     RUN/corpus.sqlite       the search index of the almanac
     RUN/hashes.json         of weights, buffer and traces, once the run has ended
 
-State changes hands only at step borders: `capture` notes it there and `save` writes what was noted. So
-a run that is interrupted within a step is saved as of that step's start.
+State changes hands only at step borders: `capture` notes it there and `save` writes what was
+noted. So a run that is interrupted within a step is saved as of that step's start.
 
 Not here: the loop (`train`).
 """
@@ -70,7 +70,7 @@ class Run:
     timers: Timers
     step: int = 0
     evaluations: dict[int, dict] = field(default_factory=dict)
-    failures: dict[str, int] = field(default_factory=dict)  # of rubric generation, this step
+    notes: list[str] = field(default_factory=list)  # what went wrong in making rubrics, this step
     captured: dict = field(default_factory=dict)
 
     async def search(self, query: str) -> list:
@@ -223,13 +223,15 @@ def _open_folder(config: Config) -> Path:
         changed = [k for k in now if now[k] != before[k] and k not in MAY_CHANGE]
         if changed:
             what = ", ".join(f"{k} {before[k]!r} -> {now[k]!r}" for k in changed)
-            raise ConfigError(f"{folder} was made with other settings ({what}): set another run.dir")
+            raise ConfigError(
+                f"{folder} was made with other settings ({what}): set another run.dir"
+            )
     try:
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
         (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"run.dir = {config.run.dir!r} cannot be written ({error.strerror}): set another run.dir"
+            f"run.dir = {config.run.dir!r} cannot be written ({error.strerror}): set another one"
         ) from error
     return folder
 
@@ -250,7 +252,7 @@ def _corpus(config: Config, folder: Path, world: World | None) -> LocalSearch:
     if not config.tools.corpus:
         if world is None:
             raise ConfigError(
-                "tools.corpus is empty: name an index made by `python -m minirler.search index PATH`"
+                "tools.corpus is empty: name an index, made by `python -m minirler.search index`"
             )
         if not path.exists():
             build_index(path, world.documents, progress=False)
@@ -287,5 +289,5 @@ def _check_sizes(config: Config, model: Qwen3, num_prompts: int) -> None:
         )
     if rollout.prompts > num_prompts:
         raise ConfigError(
-            f"rollout.prompts = {rollout.prompts} but there are only {num_prompts} prompts: lower it"
+            f"rollout.prompts = {rollout.prompts}, but there are {num_prompts} prompts: lower it"
         )

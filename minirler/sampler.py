@@ -19,9 +19,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from minirler import ops
-from minirler.blocks import BlockPool
-from minirler.scheduler import Chunk, Scheduler
+from . import ops
+from .blocks import BlockPool
+from .scheduler import Chunk, Scheduler
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from minirler.blocks import BlockPool
+from .blocks import BlockPool
 
 WAITING, RUNNING, PARKED = "waiting", "running", "parked"
 

@@ -39,13 +39,14 @@ INSERT INTO words (words, rank) VALUES ('rank', 'bm25({TITLE_WEIGHT}, 1.0)');
 """
 # Only for a file that is thrown away if the build dies: no journal, no waiting for the disk.
 UNSAFE = "PRAGMA journal_mode=OFF; PRAGMA synchronous=OFF;"
-# Sorted by FTS5 itself, so SQLite makes titles and snippets only for the rows that are fetched.
-QUERY = """
-SELECT d.id, d.title, snippet(words, 1, '', '', '...', :snippet_words), words.rank
-FROM words CROSS JOIN documents AS d ON d.n = words.rowid
+# Sorted by FTS5 itself, so only the rows that are fetched are joined. Snippets are dear: see HIT.
+RANKED = """
+SELECT words.rank, d.id, d.n FROM words CROSS JOIN documents AS d ON d.n = words.rowid
 WHERE words MATCH :match AND (:site = '' OR d.site = :site OR substr(d.site, :tail) = :dot_site)
 ORDER BY words.rank
 """
+HIT = """SELECT title, snippet(words, 1, '', '', '...', :snippet_words) FROM words
+WHERE words MATCH :match AND rowid = :n"""
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,12 @@ class LocalSearch:
             return ()
         fields = {"match": match, "site": site, "dot_site": "." + site, "tail": -len(site) - 1}
         with self._lock:
-            rows = self._connection.execute(QUERY, {**fields, "snippet_words": self.snippet_words})
-            best = _take(rows, limit)
-            rows.close()
-        best.sort(key=lambda row: (row[3], row[0]))
-        return tuple(Hit(doc_id, title, text) for doc_id, title, text, _ in best[:limit])
+            best = sorted(_take(self._connection.execute(RANKED, fields), limit))[:limit]
+            return tuple(Hit(doc_id, *self._passage(match, n)) for _, doc_id, n in best)
+
+    def _passage(self, match: str, n: int) -> tuple[str, str]:
+        fields = {"match": match, "n": n, "snippet_words": self.snippet_words}
+        return self._connection.execute(HIT, fields).fetchone()
 
 
 def build_index(path: str | Path, documents: Iterable[Document], progress: bool = True) -> int:
@@ -170,8 +172,7 @@ def _fill(connection: sqlite3.Connection, documents: Iterable[Document], progres
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?, ?)", row)
         except sqlite3.IntegrityError:
             raise ValueError(f"document {count} has a repeated or empty id: {d.id!r}") from None
-        connection.execute("INSERT INTO words (rowid, title, text) VALUES (?, ?, ?)",
-                           (count, row[2], row[3]))
+        connection.execute("INSERT INTO words (rowid, title, text) VALUES (?1, ?3, ?4)", row[:4])
     connection.execute("INSERT INTO words (words) VALUES ('optimize')")
     connection.execute("COMMIT")
     return count
@@ -181,7 +182,7 @@ def _take(rows: Iterable[tuple], limit: int) -> list[tuple]:
     """The first `limit` rows and all that tie with the last of them."""
     best: list[tuple] = []
     for row in rows:
-        if len(best) >= limit and row[3] != best[-1][3]:
+        if len(best) >= limit and row[0] != best[-1][0]:
             break
         best.append(row)
     return best
@@ -208,8 +209,7 @@ def read_documents(path: Path, bad: Callable[[str, str], None]) -> Iterator[Docu
 def _read_folder(folder: Path, bad: Callable[[str, str], None]) -> Iterator[Document]:
     for root, folders, names in os.walk(folder):
         folders.sort()
-        for name in sorted(n for n in names if n.lower().endswith((".txt", ".md"))):
-            path = Path(root, name)
+        for path in (Path(root, n) for n in sorted(names) if n.lower().endswith((".txt", ".md"))):
             try:
                 yield _from_file(path, folder)
             except (OSError, ValueError) as error:

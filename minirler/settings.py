@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RunConfig:
+    """The run folder and what holds for all of a run."""
+
     dir: str = "runs/run"  # the run folder; an existing one is resumed
     seed: int = 0
     threads: int = 0  # CPU threads of torch; 0 leaves torch's own choice
@@ -16,18 +18,24 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The policy to start from."""
+
     path: str = "package:almanac"  # HF folder, or package:NAME for one in minirler/assets
     dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class DataConfig:
+    """The questions."""
+
     source: str = "almanac"  # "almanac" (the made-up world) or a JSONL file of prompts
     system_prompt: str = "system_almanac"  # minirler/prompts/NAME.txt, or a path
 
 
 @dataclass(frozen=True)
 class WorldConfig:
+    """The almanac: (seed, sizes) make all of it."""
+
     seed: int = 1
     entities: int = 256  # entries to train on
     held_out: int = 64  # entries to evaluate on, disjoint from the former
@@ -35,6 +43,8 @@ class WorldConfig:
 
 @dataclass(frozen=True)
 class SamplerConfig:
+    """The sampler's memory and batch sizes."""
+
     kv_tokens: int = 131072  # room of the KV cache, in tokens
     block_size: int = 16  # tokens a block
     token_budget: int = 4096  # tokens a step, prefill and decode together
@@ -43,6 +53,8 @@ class SamplerConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
+    """How rollouts are sampled, and their limits."""
+
     prompts: int = 32  # prompts a step
     group: int = 8  # rollouts a prompt
     temperature: float = 1.0
@@ -54,6 +66,8 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class ToolsConfig:
+    """Search, and the limits of calls."""
+
     backend: str = "local"  # where searches go: "local" is an SQLite FTS5 corpus
     corpus: str = ""  # path of the index; empty: the almanac's own, made in the run folder
     results: int = 10  # documents a search
@@ -66,6 +80,8 @@ class ToolsConfig:
 
 @dataclass(frozen=True)
 class JudgeConfig:
+    """Who judges, and what happens to missing verdicts."""
+
     backend: str = "offline"  # "offline" | "openai"
     model: str = ""
     base_url: str = ""
@@ -81,6 +97,8 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class RubricsConfig:
+    """The rubric buffer, and how criteria are made."""
+
     evolve: bool = True
     evolve_every: int = 1  # steps between generations of evolving rubrics
     score_new: str = "same_step"  # new criteria score the rollouts they came from; "next_visit"
@@ -96,6 +114,8 @@ class RubricsConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
+    """Weights of the components of the reward."""
+
     rubric: float = 0.5
     citation: float = 0.2
     format: float = 0.2
@@ -104,6 +124,8 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgoConfig:
+    """Advantages and loss (GRPO)."""
+
     clip_low: float = 0.2
     clip_high: float = 0.2
     kl: str = "k3"
@@ -114,6 +136,8 @@ class AlgoConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
+    """The optimiser and the rhythm of checkpoints."""
+
     steps: int = 100
     lr: float = 5e-7
     warmup_steps: int = 0
@@ -128,6 +152,8 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
+    """Held-out evaluation during the run."""
+
     every: int = 10  # steps between held-out evaluations; 0: only before and after
     prompts: int = 64
     temperature: float = 1.0
@@ -135,6 +161,8 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class SFTConfig:
+    """The cold start: its optimiser and the size of the model that it makes."""
+
     steps: int = 1000
     batch: int = 32  # trajectories a step
     lr: float = 3e-3
@@ -153,6 +181,8 @@ class SFTConfig:
 
 @dataclass(frozen=True)
 class Config:
+    """All sections."""
+
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -2,9 +2,9 @@
 
     python -m minirler.sft configs/almanac-sft.toml
 
-makes a folder (weights, config, its own BPE, the loss of every step) that `model.path` can name. The
-one shipped in `minirler/assets/almanac` was made by just that command. Tool output is masked: the
-loss is the mean negative log-likelihood of the teacher's own tokens (DR Tulu's cold start).
+makes a folder (weights, config, its own BPE, the loss of every step) that `model.path` can name.
+The one shipped in `minirler/assets/almanac` was made by just that command. Tool output is masked:
+the loss is the mean negative log-likelihood of the teacher's own tokens (DR Tulu's cold start).
 
 Not here: resuming. A cold start takes minutes; an interrupted one leaves its last saved weights.
 """
@@ -32,11 +32,13 @@ from .world import SYLLABLE_TEXT, World, make_prompt, make_world, split_names, t
 CHATML = ("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
 
 
-def train(config: Config, stop_after: int | None = None, model_path: Path | None = None) -> list[float]:
+def train(
+    config: Config, stop_after: int | None = None, model_path: Path | None = None
+) -> list[float]:
     """Train and save to `config.sft.out`; return the loss of each step.
 
-    `stop_after` ends early without changing the schedule; `model_path` continues a checkpoint (and its
-    tokenizer) instead of starting from random weights.
+    `stop_after` ends early without changing the schedule; `model_path` continues a checkpoint (and
+    its tokenizer) instead of starting from random weights.
     """
     torch.manual_seed(config.run.seed)
     world = make_world(config.world.seed, config.world.entities, config.world.held_out)
@@ -47,7 +49,10 @@ def train(config: Config, stop_after: int | None = None, model_path: Path | None
         tokenizer = make_tokenizer(teacher, config)
         model = Qwen3(_model_config(config, tokenizer))
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.sft.lr, betas=(0.9, 0.95), weight_decay=config.sft.weight_decay
+        model.parameters(),
+        lr=config.sft.lr,
+        betas=(0.9, 0.95),
+        weight_decay=config.sft.weight_decay,
     )
     losses, started = [], time.monotonic()
     for step in range(min(config.sft.steps, stop_after or config.sft.steps)):
@@ -56,7 +61,10 @@ def train(config: Config, stop_after: int | None = None, model_path: Path | None
         losses.append(train_step(model, optimizer, teacher.batch(tokenizer, step), config))
         if step % 20 == 0 or step + 1 == config.sft.steps:
             seconds = time.monotonic() - started
-            print(f"sft {step + 1}/{config.sft.steps}  loss {losses[-1]:.4f}  {seconds:.0f} s", flush=True)
+            print(
+                f"sft {step + 1}/{config.sft.steps}  loss {losses[-1]:.4f}  {seconds:.0f} s",
+                flush=True,
+            )
         if (step + 1) % 200 == 0 or step + 1 == config.sft.steps:
             save(config.sft.out, model, tokenizer, losses)
     return losses
@@ -86,7 +94,8 @@ def schedule(step: int, steps: int, warmup: int) -> float:
 
 
 class Teacher:
-    """The lazy teacher at work in a world: batches of trajectories, each a function of (seed, step)."""
+    """The lazy teacher at work in a world: batches of trajectories, each a function of (seed,
+    step)."""
 
     def __init__(self, config: Config, world: World):
         self.config, self.names = config, world.train
@@ -149,10 +158,11 @@ def _model_config(config: Config, tokenizer: Tokenizer) -> Qwen3Config:
     sft = config.sft
     context = config.rollout.max_prompt_tokens + config.rollout.max_tokens
     return Qwen3Config(
-        vocab_size=tokenizer.num_valid, hidden_size=sft.hidden_size, intermediate_size=sft.intermediate_size,
-        num_hidden_layers=sft.num_layers, num_attention_heads=sft.num_heads,
-        num_key_value_heads=sft.num_kv_heads, head_dim=sft.head_dim, tie_word_embeddings=True,
-        max_position_embeddings=context, rope_theta=10000.0,
+        vocab_size=tokenizer.num_valid, hidden_size=sft.hidden_size,
+        intermediate_size=sft.intermediate_size, num_hidden_layers=sft.num_layers,
+        num_attention_heads=sft.num_heads, num_key_value_heads=sft.num_kv_heads,
+        head_dim=sft.head_dim, tie_word_embeddings=True, max_position_embeddings=context,
+        rope_theta=10000.0,
     )  # fmt: skip
 
 

@@ -74,12 +74,11 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> "Tokenizer":
-        """A folder that holds tokenizer.json (and maybe tokenizer_config.json), or the file
-        itself."""
+        """Of a folder with tokenizer.json (and maybe tokenizer_config.json), or of the file."""
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         if not file.is_file():
-            raise ValueError(f"{file}: no such file; give a folder with tokenizer.json, or the file")
+            raise ValueError(f"{file}: no such file; give tokenizer.json or its folder")
         try:
             trusted = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
@@ -98,8 +97,7 @@ class Tokenizer:
         return self._trusted.encode(replace_surrogates(text), add_special_tokens=False).ids
 
     def encode_untrusted(self, text: str) -> list[int]:
-        """Ids of text from outside. No id of an added token is among them, whatever the text
-        says."""
+        """Ids of text from outside: never one of an added token, whatever the text says."""
         return self._plain.encode(replace_surrogates(text), add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -122,10 +120,9 @@ class Tokenizer:
 
         messages: dicts with `role` (system, user, assistant, tool) and `content`; an assistant's
         may have `reasoning_content` and `tool_calls`. Thinking is dropped from assistant turns
-        before the last question. enable_thinking False opens the new turn with an empty, closed
-        thinking. Contents are encoded as untrusted text. Assistant text keeps `<think>` and
-        `</think>` as tokens, and only these: a quoted `<|im_end|>` in an answer cannot end its
-        turn.
+        before the last question. enable_thinking False opens the new turn with closed thinking.
+        Contents are encoded as untrusted text. Assistant text keeps `<think>` and `</think>` as
+        tokens, and only these: a quoted `<|im_end|>` in an answer cannot end its turn.
         """
         parts = chat_parts(messages)
         if add_generation_prompt:
@@ -143,8 +140,7 @@ class Tokenizer:
 
 
 class IncrementalDecoder:
-    """Text of a growing list of ids. What it returned so far plus `flush()` is `decode` of the
-    whole.
+    """Text of a growing list of ids: all that it returned plus `flush()` is `decode` of the whole.
 
     It sees only what is pushed, so a prompt that ends within a character changes nothing.
     """
@@ -191,6 +187,7 @@ def chat_parts(messages: Sequence[dict]) -> list[Part]:
 
 
 def message_text(message: dict, index: int) -> str:
+    """The content of a message; "" where tool calls stand in its place."""
     content = message.get("content")
     if content is None and message.get("tool_calls"):
         return ""
@@ -200,8 +197,7 @@ def message_text(message: dict, index: int) -> str:
 
 
 def last_question_index(messages: Sequence[dict]) -> int:
-    """Index of the last user message that is no tool response in disguise; the last of all without
-    one."""
+    """Index of the last user message that is no tool response in disguise, else of the last one."""
     for i in reversed(range(len(messages))):
         text = messages[i].get("content") or ""
         is_response = text.startswith("<tool_response>") and text.endswith("</tool_response>")
@@ -211,8 +207,7 @@ def last_question_index(messages: Sequence[dict]) -> int:
 
 
 def assistant_parts(message: dict, content: str, is_current: bool, is_last: bool) -> list[Part]:
-    """An assistant turn without its frame. Thinking stays only in the turns after the last
-    question."""
+    """An assistant turn without its frame. Only turns after the last question keep thinking."""
     thinking = message.get("reasoning_content")
     if thinking is None:
         thinking = ""
@@ -247,22 +242,26 @@ def stop_ids(model_folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     generation_config.json (a number or a list in each) and the tokenizer's own."""
     stops = set(tokenizer.eos_ids)
     for name in ("config.json", "generation_config.json"):
-        eos = (read_json(Path(model_folder) / name) or {}).get("eos_token_id")
-        stops.update([eos] if isinstance(eos, int) else eos or ())
+        stops |= end_ids(read_json(Path(model_folder) / name) or {})
     return tuple(sorted(stops))
+
+
+def end_ids(config: dict) -> set[int]:
+    """HF's `eos_token_id`: one id is a number, several are a list, none is null."""
+    eos = config.get("eos_token_id")
+    return {eos} if isinstance(eos, int) else set(eos or ())
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     """A small byte-level BPE with Qwen3's added tokens behind it.
 
-    vocab_size counts all of it: 256 bytes, merges and 26 added tokens; a corpus too small for so
-    many merges gives fewer. Added tokens in the texts are cut out before training, so that no merge
-    makes their text: else the library would give the merge and the added token one id.
+    vocab_size counts all of it: 256 bytes, merges and 26 added tokens; a small corpus gives fewer
+    merges. Added tokens in the texts are cut out before training: the library would give a merge
+    that makes the text of an added token the same id.
     """
     added = SPECIAL + NOT_SPECIAL
     if vocab_size < 256 + len(added):
-        raise ValueError(f"vocab_size {vocab_size} is below {256 + len(added)}: 256 bytes and "
-                         f"{len(added)} added tokens")
+        raise ValueError(f"vocab_size {vocab_size} is below 256 bytes + {len(added)} added tokens")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.normalizer = normalizers.NFC()
     bpe.pre_tokenizer = pre_tokenizers.Sequence([
@@ -281,8 +280,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def replace_surrogates(text: str) -> str:
-    """Join surrogate pairs and replace unpaired surrogates by U+FFFD; other text is returned as it
-    is."""
+    """Join surrogate pairs and replace unpaired surrogates by U+FFFD; other text stays as it is."""
     try:
         text.encode()
         return text
@@ -295,14 +293,16 @@ def read_json(path: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return data
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level BPE (GPT-2): printable bytes are
-    themselves, the others are numbered from U+0100."""
+    """The byte of each character of byte-level BPE (GPT-2): itself if printable, else U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(rest)}

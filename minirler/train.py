@@ -2,9 +2,9 @@
 
     python -m minirler.train [CONFIG] [key=value ...]
 
-Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and no
-network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves and
-ends; a second Ctrl-C ends at once.
+Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and
+no network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves
+and ends; a second Ctrl-C ends at once.
 
 Not here: how a step of the loop is done (each is a module of its own), and how the parts are put
 together and kept (`run`).
@@ -23,7 +23,7 @@ from .checkpoint import CheckpointError
 from .config import Config, ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
-from .grpo import flat_groups, group_advantages, mean_stats, policy_loss
+from .grpo import flat_groups, group_advantages, policy_loss
 from .log import Bar, before_after, say, step_line
 from .pack import MicroBatch, pack
 from .policy import batch_logps
@@ -36,8 +36,8 @@ DEFAULT = Path("configs/almanac.toml")
 
 
 async def train(run: Run) -> None:
-    """Train from where the run stands to `train.steps`. Cancelling is safe at every await: the state
-    is whole at a step border, and nothing before `update` touches the weights."""
+    """Train from where the run stands to `train.steps`. Cancelling is safe at every await: the
+    state is whole at a step border, and nothing before `update` touches the weights."""
     settings = run.config.train
     while True:
         if is_evaluation_due(run):
@@ -77,12 +77,15 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
     cfg, buffer, prompt = run.config.rubrics, run.buffer, run.prompts[rollouts[0].prompt_id]
     with run.timers("judge"):
         if not buffer.criteria(prompt.id):
-            found = await persistent_rubrics(run.generator, run.search, prompt, cfg)
-            buffer.add(prompt.id, run.checked(found))
+            rubrics, why = await persistent_rubrics(run.generator, run.search, prompt, cfg)
+            buffer.add(prompt.id, rubrics)
+            run.notes += [why] if why else []
         new = []
         if cfg.evolve and run.step % cfg.evolve_every == 0:
-            found = await evolving_rubrics(run.generator, prompt, rollouts, buffer, cfg, run.step)
-            new = run.checked(found)
+            new, why = await evolving_rubrics(
+                run.generator, prompt, rollouts, buffer, cfg, run.step
+            )
+            run.notes += [why] if why else []
         if cfg.score_new == "same_step":
             buffer.add(prompt.id, new)
         group = Group(prompt, rollouts, buffer.criteria(prompt.id))
@@ -118,12 +121,11 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
         if torch.isfinite(norm):  # a NaN in one step must not end up in the weights
             run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
-    sums = {name: sum(p.pop(name) for p in parts) for name in ("loss", "entropy")}
-    return metrics | sums | mean_stats(parts) | {"grad_norm": norm.item()}
+    return metrics | {k: sum(p[k] for p in parts) for k in parts[0]} | {"grad_norm": norm.item()}
 
 
 def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:
-    """Gradient of one micro-batch. `loss` and `entropy` are its shares of the step's means."""
+    """Gradient of one micro-batch; the numbers are its shares of the step's means over tokens."""
     algo, temperature = run.config.algo, run.config.rollout.temperature
     settings = temperature, run.tokenizer.num_valid, run.config.train.logits_chunk
     ref_logps = None
@@ -137,12 +139,17 @@ def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:
         ref_logps=ref_logps, kl=algo.kl, beta=algo.beta,
     )  # fmt: skip
     loss.backward()
-    return {"loss": loss.item(), "entropy": entropy.sum().item() / denominator} | stats
+    share = batch.token_count() / denominator
+    shares = {name: share * value for name, value in stats.items()}
+    return {"loss": loss.item(), "entropy": entropy.sum().item() / denominator} | shares
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """At the start, every `eval.every` steps and at the end, once each, if there is a gold judge."""
-    due = run.step in (0, run.config.train.steps) or run.step % (run.config.eval.every or 10**9) == 0
+    """At the start, every `eval.every` steps and at the end, once each, if there is a gold
+    judge."""
+    due = (
+        run.step in (0, run.config.train.steps) or run.step % (run.config.eval.every or 10**9) == 0
+    )
     return bool(run.held_out) and due and run.step not in run.evaluations
 
 
@@ -181,6 +188,8 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
     }  # fmt: skip
     row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
     row |= {f"judge/{name}": x for name, x in vars(run.judge.take_counts()).items()}
+    row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
+    run.notes.clear()
     run.record(groups, row)
     left = run.config.train.steps - run.step
     say(step_line(run.step, run.config.train.steps, row, left * seconds))
@@ -192,7 +201,8 @@ def mean(values: list[float]) -> float | None:
 
 
 async def supervise(run: Run) -> int:
-    """`train`, then the table of what it brought. The first Ctrl-C cancels this task: save and end."""
+    """`train`, then the table of what it brought. The first Ctrl-C cancels this task: save and
+    end."""
     try:
         await train(run)
     except asyncio.CancelledError:
@@ -218,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
             torch.set_num_threads(config.run.threads)
         say(table(config))
         run = open_run(config)
-        say(f"{run.folder}: {len(run.prompts)} prompts, from step {run.step} to {config.train.steps}")
+        say(f"{run.folder}: {len(run.prompts)} prompts, {config.train.steps} steps, at {run.step}")
         return asyncio.run(supervise(run))
     except (ConfigError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)

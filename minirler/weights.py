@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .qwen3 import Qwen3, Qwen3Config, Yarn
-from .tokenizer import read_json
+from .tokenizer import end_ids, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -67,7 +67,7 @@ def read_tensors(file: Path, shapes: dict, state: dict[str, Tensor], is_tied: bo
                 if name == HEAD and is_tied:
                     continue
                 if name not in shapes:
-                    raise ValueError(f"{file}: surplus tensor {name}: config.json has no place for it")
+                    raise ValueError(f"{file}: surplus tensor {name}, unknown to config.json")
                 if name in state:
                     raise ValueError(f"{file}: tensor {name} is in another file too")
                 shape = tuple(tensors.get_slice(name).get_shape())
@@ -99,7 +99,7 @@ def read_weight_map(index: Path) -> dict[str, str] | None:
     data = read_json(index)
     if data is None:
         return None
-    files = data.get("weight_map") if isinstance(data, dict) else None
+    files = data.get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
         raise ValueError(f"{index}: has no weight_map from tensor names to file names")
     return files
@@ -126,16 +126,13 @@ def read_config(folder: str | Path) -> Qwen3Config:
     data = read_json(file)
     if data is None:
         raise ValueError(f"{file}: no such file; give an HF model folder")
-    if not isinstance(data, dict):
-        raise ValueError(f"{file}: not a JSON object")
     check_supported(file, data)
     for key in DIMENSIONS:
         if type(data.get(key)) is not int or data[key] < 1:
             raise ValueError(f"{file}: {key} must be a whole number above 0, not {data.get(key)!r}")
     settings = {key: data.get(key, default) for key, default in DEFAULTS.items()}
     theta, yarn = read_rope(file, data, settings["max_position_embeddings"])
-    ends = read_json(file.with_name("generation_config.json")) or {}
-    ends = set(as_ids(data.get("eos_token_id"))) | set(as_ids(ends.get("eos_token_id")))
+    ends = end_ids(data) | end_ids(read_json(file.with_name("generation_config.json")) or {})
     settings |= {key: data[key] for key in DIMENSIONS}
     return Qwen3Config(**settings, rope_theta=theta, yarn=yarn, eos_token_ids=tuple(sorted(ends)))
 
@@ -171,11 +168,6 @@ def read_rope(file: Path, data: dict, max_positions: int) -> tuple[float, Yarn |
     original = rope.setdefault("original_max_position_embeddings", max_positions)
     rope.setdefault("factor", max_positions / original)
     return float(theta), Yarn(**{key: rope[key] for key in YARN_KEYS if key in rope})
-
-
-def as_ids(value: int | list[int] | None) -> list[int]:
-    """HF writes one id as a number, several as a list, none as null."""
-    return [value] if isinstance(value, int) else list(value or ())
 
 
 def save_model(model: Qwen3, path: str | Path, max_shard_bytes: int = 5_000_000_000) -> None:
@@ -231,12 +223,14 @@ def config_json(config: Qwen3Config, dtype: str) -> dict:
     """config.json in the old style (top-level `rope_theta`), which old and new readers
     understand."""
     data = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu",
-            "torch_dtype": dtype, "use_cache": True, "use_sliding_window": False}
+            "torch_dtype": dtype, "use_cache": True, "use_sliding_window": False,
+            "sliding_window": None}
     data |= {key: getattr(config, key) for key in (*DIMENSIONS, *DEFAULTS)}
     data |= {"rope_theta": config.rope_theta, "rope_scaling": None}
     if config.yarn is not None:
-        given = {key: value for key, value in asdict(config.yarn).items() if value is not None}
-        data["rope_scaling"] = {"rope_type": "yarn"} | given
+        plain = asdict(Yarn(config.yarn.factor, 0))
+        given = {key: value for key, value in asdict(config.yarn).items() if value != plain[key]}
+        data["rope_scaling"] = {"rope_type": "yarn", "factor": config.yarn.factor} | given
     if config.eos_token_ids:
         data["eos_token_id"] = list(config.eos_token_ids)
     return data

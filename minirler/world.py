@@ -1,11 +1,11 @@
 """The almanac: an endless, made-up reference work to do research in.
 
-`make_world(seed, entities, held_out)` gives the entries (towns, rivers, guilds, people, works), their
-8 to 12 facts, the 2 to 4 documents over which those facts are spread, and the questions. Names are
-made of syllables, so what a policy learnt about one entry says nothing about another. What makes it
-hard: namesakes ("North Belomo") turn up in the same searches, some documents bury their facts in
-chatter, some hold a value that a newer document corrects, and the question ("Write a report on
-Belomo.") does not say what a good answer covers: that is what rubrics are for.
+`make_world(seed, entities, held_out)` gives the entries (towns, rivers, guilds, people, works),
+their 8 to 12 facts, the 2 to 4 documents over which those facts are spread, and the questions.
+Names are made of syllables, so what a policy learnt about one entry says nothing about another.
+What makes it hard: namesakes ("North Belomo") turn up in the same searches, some documents bury
+their facts in chatter, some hold a value that a newer document corrects, and the question ("Write
+a report on Belomo.") does not say what a good answer covers: that is what rubrics are for.
 
 The true facts are for `gold_coverage`, which evaluates, and never for the training reward.
 `teacher_trajectory` is the lazy teacher of the cold start: some searches, some facts, citations now
@@ -51,9 +51,10 @@ CHATTER = (
     "It would take many pages to say more.",
 )
 SYLLABLES = [c + v for c in CONSONANTS for v in VOWELS]
-# Makes each syllable, capitalised or not, one of the first tokens that a BPE learns (see split_names).
+# Makes each syllable, capitalised or not, one of the first tokens that a BPE learns: `split_names`.
 SYLLABLE_TEXT = "".join(f" {s.capitalize()}0{s}\n{s.capitalize()}0" for s in SYLLABLES) * 6000
-NAME = re.compile(rf"\b([{CONSONANTS.upper()}][{VOWELS}])([{CONSONANTS}][{VOWELS}])([{CONSONANTS}][{VOWELS}])\b")
+SYLLABLE = f"[{CONSONANTS}][{VOWELS}]"
+NAME = re.compile(rf"\b([{CONSONANTS.upper()}][{VOWELS}])({SYLLABLE})({SYLLABLE})\b")
 # (?!\.) : the ellipsis of a cut snippet does not end a sentence
 FACT = re.compile(r"Its (\w+) is (?:now )?([^.<>]+)\.(?!\.)|(\w[^.<>]*?) is its (\w+)\.(?!\.)")
 
@@ -118,8 +119,8 @@ def gold_coverage(entry: Entry, rollout: Rollout) -> float:
     """Share of the entry's true facts that the answer states correctly and cites, in [0, 1].
 
     A fact counts if a cited span states its true value, one of the cited ids is a snippet that this
-    rollout was given, from a document of this entry, saying just that, and the answer names no other
-    value for the attribute.
+    rollout was given, from a document of this entry, saying just that, and the answer names no
+    other value for the attribute.
     """
     stated: dict[str, set[str]] = {}
     for attr, value in find_facts(rollout.answer or ""):
@@ -137,12 +138,14 @@ def gold_coverage(entry: Entry, rollout: Rollout) -> float:
 def find_facts(text: str) -> list[tuple[str, str]]:
     """(attribute, value) of every fact sentence of the world's own forms, values in lower case."""
     found = [(m[1] or m[4], (m[2] or m[3]).strip().lower()) for m in FACT.finditer(text)]
-    return [(attr, value) for attr, value in found if attr in LINKS or attr in WORDS or attr == "year"]
+    return [
+        (attr, value) for attr, value in found if attr in LINKS or attr in WORDS or attr == "year"
+    ]
 
 
 def split_names(text: str) -> str:
-    """Names with a digit between their syllables: a BPE trained on this learns syllables, not names,
-    so that every name, seen or not, is three tokens."""
+    """Names with a digit between their syllables: a BPE trained on this learns syllables, not
+    names, so that every name, seen or not, is three tokens."""
     return NAME.sub(r"\g<1>0\g<2>0\3", text)
 
 
@@ -212,8 +215,8 @@ def teacher_trajectory(
 ) -> list[tuple[str, bool]]:
     """One trajectory as (text, written by the teacher?) pieces, in the rollout's own format.
 
-    `search(query, limit) -> list[Hit]`. Laziness is drawn once a trajectory: how many searches, which
-    share of what was found is stated, and how often it is cited.
+    `search(query, limit) -> list[Hit]`. Laziness is drawn once a trajectory: how many searches,
+    which share of what was found is stated, and how often it is cited.
     """
     pieces: list[tuple[str, bool]] = []
     seen: dict[str, Snippet] = {}

@@ -28,8 +28,8 @@ from minirler.tools import (
 )
 
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "<call_tool", ' name="s"', ' k="', ">",
-          "x", '<call_tool name="s">', "</call_tool>", "<tool_output>", "</tool_output>", '"', "{", "\\",
-          '<cite id="a,b">', "<cite ids=c d>", "<cite", "</cite>", " ", "\n", "\ud83e", "é"]
+          "x", '<call_tool name="s">', "</call_tool>", "<tool_output>", "</tool_output>", '"', "{",
+          "\\", '<cite id="a,b">', "<cite ids=c d>", "<cite", "</cite>", " ", "\n", "\ud83e", "é"]
 GRAMMAR = st.lists(st.sampled_from(PIECES), max_size=20).map("".join)
 TEXT = st.text() | GRAMMAR
 WORDS = st.text(alphabet='ab <>/{}"\\\n\ud83e', max_size=12)
