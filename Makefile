@@ -9,7 +9,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
 PY := .venv/bin/python
-PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+# --no-compile: Python compiles what it imports anyway, and torch has thousands of files more (55 -> 17 s).
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: train test test-long lint bench
 

@@ -4,15 +4,15 @@ A block holds `block_size` consecutive tokens of a row. Forked rows share blocks
 copy of a shared block before it writes there. The pool only decides: it returns the copies that
 the owner of the memory must carry out, before anything is written.
 
-Not here: the memory itself (`sampler`), and who runs or gives way (`scheduler`). No torch, no clock.
+Not here: the memory itself (`sampler`), who runs or gives way (`scheduler`). No torch, no clock.
 """
 
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
-    `tables[row]` lists the blocks of a row in the order of its tokens; a row is known from its first
-    `reserve` (or as the child of a `fork`) to its `free`.
+    `tables[row]` lists the blocks of a row in the order of its tokens; a row is known from its
+    first `reserve` (or as the child of a `fork`) to its `free`.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -46,10 +46,13 @@ class BlockPool:
         Returns the (source, target) copies to make first, at most one: only the block that `start`
         falls into can hold older tokens. ValueError, and nothing changed, when too few are free.
         """
-        if self.cost(row, start, end) > self.num_free:
-            raise ValueError(f"row {row} needs {self.cost(row, start, end)} blocks for tokens "
-                             f"{start} to {end}, {self.num_free} are free")
+        cost = self.cost(row, start, end)
+        if cost > self.num_free:
+            raise ValueError(f"row {row} needs {cost} blocks for tokens {start} to {end}, "
+                             f"{self.num_free} are free")
         table = self.tables.setdefault(row, [])
+        if not cost:  # nearly every decoding step
+            return []
         copies = []
         for index in self._shared(table, start, end):
             source, table[index] = table[index], self._take()
@@ -77,6 +80,10 @@ class BlockPool:
             self.refcounts[block] -= 1
             if not self.refcounts[block]:
                 self._free.append(block)
+
+    def has_own(self, row: int) -> bool:
+        """Whether freeing `row` would free a block: the last ones are the least likely shared."""
+        return any(self.refcounts[block] == 1 for block in reversed(self.tables[row]))
 
     def _take(self) -> int:
         block = self._free.pop()

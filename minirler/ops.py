@@ -19,8 +19,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-# --------------------------------------------------------------------------------- log-probs
-
 
 def logprob(logits, targets, temperature=1.0, num_valid=None):
     """Log-prob of each target and entropy of its row: float32 [N] each; the former differentiable.
@@ -30,13 +28,9 @@ def logprob(logits, targets, temperature=1.0, num_valid=None):
     """
     z = logits[:, :num_valid].float() / temperature  # bf16 would lose 0.01 nats a token
     all_logps = torch.log_softmax(z, dim=-1)  # [N, V]
-    logps = all_logps.gather(1, targets[:, None])[:, 0]
-    return logps, _entropy(all_logps.detach())
-
-
-def _entropy(all_logps):
-    """Entropy in nats of each row of log-probs [N, V]; 0 * log 0 counts as 0."""
-    return -(all_logps.exp() * all_logps.clamp(min=-1e30)).sum(dim=-1)
+    with torch.no_grad():
+        entropy = -(all_logps.exp() * all_logps.clamp(min=-1e30)).sum(dim=-1)  # 0 * log 0 is 0
+    return all_logps.gather(1, targets[:, None])[:, 0], entropy
 
 
 def token_logps(hidden, head, targets, mask, temperature=1.0, num_valid=None, chunk=1024):
@@ -87,9 +81,6 @@ class _TokenLogps(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None, None, None
 
 
-# --------------------------------------------------------------------------------- attention
-
-
 def packed_attention(q, k, v, cu_seqlens):
     """Causal attention inside each packed segment: q [N, H, D], k and v [N, K, D] -> [N, H, D].
 
@@ -98,7 +89,7 @@ def packed_attention(q, k, v, cu_seqlens):
     """
     borders = cu_seqlens.tolist() if torch.is_tensor(cu_seqlens) else list(cu_seqlens)
     lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
-    if sum(lengths) != len(q) or borders[0] != 0 or min(lengths, default=0) < 0:
+    if sum(lengths) != len(q) or borders[:1] != [0] or min(lengths, default=0) < 0:
         raise ValueError(f"cu_seqlens must rise from 0 to the {len(q)} packed tokens: {borders}")
     # split, not slices: each slice's backward would fill a zero tensor of all N tokens
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
@@ -108,18 +99,14 @@ def packed_attention(q, k, v, cu_seqlens):
 def _causal(q, k, v):
     """Causal attention of one sequence: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, D]
-    gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
-# --------------------------------------------------------------------------------- KV cache
-#
-# The cache of one layer is [blocks, block_size, 2, K, D]: keys and values of a token side by side,
+# The KV cache of one layer is [blocks, block_size, 2, K, D]: key and value of a token side by side,
 # so that a row's context is gathered by one copy of whole blocks and read in place.
-
-TILE_BYTES = 2 << 20  # gathered at once while decoding: stays in the processor's cache until it is read
-TILE_QUERIES = 512  # of one chunk: bounds its mask, and later tiles see more keys than earlier ones
+TILE_BYTES = 2 << 20  # gathered at once while decoding: still in the processor's cache when read
+TILE_QUERIES = 512  # of one chunk: bounds its mask, and early tiles skip the last keys
 
 
 @dataclass(frozen=True)
@@ -138,7 +125,7 @@ class Tile:
 
 
 def kv_write_(cache, k, v, slots):
-    """Store k and v [N, K, D] in one layer's cache; slot = block * block_size + offset, [N] int64."""
+    """Store k and v [N, K, D] in a layer's cache; slots int64 [N], block * block_size + offset."""
     cache.flatten(0, 1).index_copy_(0, slots, torch.stack((k, v), dim=1))
 
 
@@ -209,12 +196,9 @@ def _gathered(q, cache, tile):
         grouped = q.view(tile.rows, kv_heads, heads // kv_heads, -1)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=tile.mask).view(q.shape)
     q = q.transpose(0, 1)[None]  # [1, H, T, D]
-    gqa = heads != kv_heads
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=tile.mask, enable_gqa=gqa)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=tile.mask, enable_gqa=True)
     return out[0].transpose(0, 1)
 
-
-# --------------------------------------------------------------------------------- sampling
 
 PHILOX_ROUNDS = 10
 NOISE_TILE = 1 << 15  # counters at once: the temporaries stay in the processor's cache
@@ -250,7 +234,8 @@ def gumbel_noise(keys, steps, samples, positions, V):
     keys [B] from `noise_key`; steps, samples, positions [B] non-negative, below 2**32. The counter
     of token v is (step, sample, position, v // 4), its word v % 4.
     """
-    keys, *words = (np.asarray(x, dtype=np.uint64)[:, None] for x in (keys, steps, samples, positions))
+    columns = (keys, steps, samples, positions)
+    keys, *words = (np.asarray(x, dtype=np.uint64)[:, None] for x in columns)
     low, high = keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)
     fours = np.arange(-(-V // 4), dtype=np.uint64)[None]  # [1, V/4]
     noise = torch.empty(len(keys), V)
@@ -304,12 +289,6 @@ BACKENDS = dict.fromkeys(
     ("logprob", "token_logps", "packed_attention", "paged_attention", "kv_write_", "kv_copy_",
      "gumbel_noise", "sample"), "torch")
 
-
-def main():
-    """Print each op and what runs it."""
-    for name, backend in BACKENDS.items():
-        print(name, backend)
-
-
 if __name__ == "__main__":
-    main()
+    for op, backend in BACKENDS.items():
+        print(op, backend)

@@ -26,6 +26,7 @@ import torch
 from . import checkpoint
 from .config import Config, ConfigError, asset_path, flatten, load_config, to_toml
 from .data import PromptOrder, read_prompts, read_system_prompt
+from .evolve import dataset_rubrics
 from .judge import Judge
 from .lm import OpenAILM
 from .log import MetricsLog, Timers
@@ -240,7 +241,10 @@ def _questions(config: Config) -> tuple[World | None, list[Prompt], list[Prompt]
     """(world, prompts to train on, prompts to evaluate on)."""
     system = read_system_prompt(config.data.system_prompt)
     if config.data.source != "almanac":
-        return None, read_prompts(config.data.source, system), []
+        prompts = read_prompts(config.data.source, system)
+        for prompt in prompts:
+            dataset_rubrics(prompt)  # malformed rubrics are told at the start, not in mid-run
+        return None, prompts, []
     world = make_world(config.world.seed, config.world.entities, config.world.held_out)
     held_out = [make_prompt(name, system) for name in world.held_out[: config.eval.prompts]]
     return world, [make_prompt(name, system) for name in world.train], held_out

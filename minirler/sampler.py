@@ -13,7 +13,7 @@ Not here: who runs when (`scheduler`), who owns which block (`blocks`), the math
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -112,18 +112,17 @@ class Sampler:
         self._sequences: dict[int, _Sequence] = {}
         self._next_row = 0
 
-    # ------------------------------------------------------------------------------ rows
-
-    def add(self, prompt_ids: list[int], params: SamplingParams, key, step: int = 0) -> list[int]:
+    def add(self, prompt_ids: list[int], params: SamplingParams, key: str | int,
+            step: int = 0) -> list[int]:
         """`params.n` rows that continue a prompt, which is computed once for all of them.
 
-        `key` (str or int) names the prompt in the noise, `step` the policy step. ValueError for a
-        prompt that is empty, names no token of the model, or can never fit.
+        `key` names the prompt in the noise, `step` the policy step. ValueError for a prompt that
+        is empty, holds what is no token of the model, or can never fit.
         """
         ids = [int(i) for i in prompt_ids]
         vocab = self.model.config.vocab_size
         if not ids or not 0 <= min(ids) <= max(ids) < vocab:
-            raise ValueError(f"prompt {key!r} must be token ids from 0 to {vocab - 1}: {ids[:8]}...")
+            raise ValueError(f"prompt {key!r} must be token ids from 0 to {vocab - 1}: {ids[:8]}")
         rows = list(range(self._next_row, self._next_row + params.n))
         self.scheduler.add(rows, len(ids))
         self._next_row += params.n
@@ -167,8 +166,6 @@ class Sampler:
         Rows that are alive go on with the new weights; their cache is computed again.
         """
         self.scheduler.drop_cache()
-
-    # ------------------------------------------------------------------------------ one step
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
@@ -221,7 +218,8 @@ class Sampler:
         tables = [self.scheduler.pool.tables[chunk.row] for chunk in chunks]
         widths = np.array([len(table) for table in tables])
         padded = np.zeros((len(tables), widths.max()), dtype=np.int64)
-        padded[np.arange(padded.shape[1]) < widths[:, None]] = [b for table in tables for b in table]
+        held = np.arange(padded.shape[1]) < widths[:, None]
+        padded[held] = [block for table in tables for block in table]
         return padded
 
     def _ready(self, plan) -> tuple[list[int], list[int]]:
@@ -273,28 +271,26 @@ class Sampler:
             self.scheduler.park(row)
         return Token(row, token, logp, reason)
 
-    # ------------------------------------------------------------------------------ all at once
-
     def generate(self, prompts: list[list[int]], params: SamplingParams, keys=None) -> list[Sample]:
         """Continue every prompt `params.n` times; samples come in prompt, then sample order.
 
         `keys` (default: the prompts' indices) name the prompts in the noise; the step is 0.
         """
         if self._sequences:
-            raise ValueError(f"generate needs a sampler without rows, {len(self._sequences)} are alive")
+            raise ValueError(f"generate needs an idle sampler: {len(self._sequences)} rows live")
         keys = range(len(prompts)) if keys is None else keys
         samples: dict[int, Sample] = {}
         try:
             for index, (prompt, key) in enumerate(zip(prompts, keys, strict=True)):
-                for sample, row in enumerate(self.add(prompt, params, key)):
-                    samples[row] = (index, sample, [], [])
+                for number, row in enumerate(self.add(prompt, params, key)):
+                    samples[row] = Sample(index, number, [], [], "length")
             while self.has_work:
                 for token in self.step():
-                    _, _, ids, logps = samples[token.row][:4]
-                    ids.append(token.id)
-                    logps.append(token.logp)
+                    sample = samples[token.row]
+                    sample.token_ids.append(token.id)
+                    sample.logps.append(token.logp)
                     if token.stop_reason:
-                        samples[token.row] = Sample(*samples[token.row], token.stop_reason)
+                        samples[token.row] = replace(sample, stop_reason=token.stop_reason)
                         self.finish(token.row)
         finally:
             for row in list(self._sequences):

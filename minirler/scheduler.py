@@ -59,7 +59,7 @@ class Plan:
 
 
 class Scheduler:
-    """Rows over a `BlockPool`. One step is `schedule`, compute, `complete`, and `append` a token."""
+    """Rows over a `BlockPool`. One step: `schedule`, compute, `complete`, `append` the tokens."""
 
     def __init__(self, pool: BlockPool, token_budget: int, max_rows: int):
         if token_budget < 1 or max_rows < 1:
@@ -82,12 +82,12 @@ class Scheduler:
     # ------------------------------------------------------------------------------ one step
 
     def schedule(self) -> Plan:
-        """Choose the chunks of the next step and reserve their blocks; empty when nothing can run."""
+        """Choose the chunks of the next step and reserve their blocks; empty if nothing can run."""
         plan = Plan(room=self.token_budget)
         rows = [self.rows[i] for i in self.running]
         decoding = [row for row in rows if row.length - row.cached == 1]
         for row in decoding + [row for row in rows if row.length - row.cached > 1]:
-            if plan.room and row.state == RUNNING and self._make_room(row, plan):
+            if plan.room and row.state == RUNNING and self._make_room(row):
                 self._plan(row, plan)
         while plan.room and self.waiting and len(self.running) < self.max_rows:
             row = self.rows[self.waiting[0][-1]]
@@ -128,8 +128,8 @@ class Scheduler:
     def add(self, row_ids: list[int], length: int) -> None:
         """New rows that start with the same `length` tokens, which are computed once for all."""
         if not 1 <= length <= self.capacity:
-            raise ValueError(f"a prompt of {length} tokens can never run: the cache has room for 1 to "
-                             f"{self.capacity} tokens; raise kv_tokens or shorten the prompt")
+            raise ValueError(f"a prompt of {length} tokens can never run: the cache has room for 1 "
+                             f"to {self.capacity} tokens; raise kv_tokens or shorten the prompt")
         first, *others = row_ids
         self.rows[first] = Row(first, length, followers=others)
         self.leaders.update(dict.fromkeys(others, first))
@@ -145,8 +145,8 @@ class Scheduler:
         """Count `count` forced tokens, and run the row (again)."""
         row = self._detach(row_id)
         if row.length + count > self.capacity:
-            raise ValueError(f"row {row_id} would hold {row.length + count} tokens, the cache has room "
-                             f"for {self.capacity}; raise kv_tokens or end the row")
+            raise ValueError(f"row {row_id} would hold {row.length + count} tokens, the cache has "
+                             f"room for {self.capacity}; raise kv_tokens or end the row")
         self._unqueue(row)
         row.length += count
         self._enqueue(row)
@@ -170,7 +170,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------ inside
 
     def _plan(self, row: Row, plan: Plan) -> None:
-        """Reserve blocks for all that `row` still has to compute; compute what the budget allows."""
+        """Reserve blocks for all that `row` has to compute; compute what the budget allows."""
         plan.copies += self.pool.reserve(row.id, row.cached, row.length)
         end = min(row.length, row.cached + plan.room)
         plan.room -= end - row.cached
@@ -184,29 +184,31 @@ class Scheduler:
         """
         if self.running:
             return self._cost(row) + len(self.running) <= self.pool.num_free
-        return self._make_room(row, Plan(room=0))
+        return self._make_room(row)
 
-    def _make_room(self, row: Row, plan: Plan) -> bool:
-        """Take blocks from others until `row` can reserve its own; False if those before it keep them."""
+    def _make_room(self, row: Row) -> bool:
+        """Take blocks from others until `row` can reserve its own; False if nobody has to yield."""
         while self._cost(row) > self.pool.num_free:
-            victims = self._victims(row, plan)
+            victims = self._victims(row)
             if not victims:
                 return False
-            gives = [v for v in victims if 1 in map(self.pool.refcounts.__getitem__,
-                                                    self.pool.tables[v.id])]
-            self._evict((gives or victims)[0])
+            gives = (v for v in victims if self.pool.has_own(v.id))  # the others free nothing yet
+            self._evict(next(gives, victims[0]))
         return True
 
-    def _victims(self, row: Row, plan: Plan) -> list[Row]:
-        """Who may lose blocks for `row`, in order."""
+    def _victims(self, row: Row) -> list[Row]:
+        """Who may lose blocks for `row`, in order: nobody that the plan holds already.
+
+        A row reserves for all its pending tokens on admission, so only decoding rows come here
+        while they run, and `schedule` takes those from the oldest to the youngest.
+        """
         holders = [self.rows[i] for i in self.pool.tables if i != row.id]
         idle = [r for r in holders if r.state != RUNNING]
         idle.sort(key=lambda r: (r.state != PARKED, -r.id))
         if row.state != RUNNING:
             return idle
-        planned = {chunk.row for chunk in plan.chunks}
         younger = self.running[self.running.index(row.id) + 1:]
-        return idle + [self.rows[i] for i in reversed(younger) if i not in planned]
+        return idle + [self.rows[i] for i in reversed(younger)]
 
     def _evict(self, row: Row) -> None:
         self.num_evicted += 1

@@ -163,12 +163,14 @@ class EvalConfig:
 class SFTConfig:
     """The cold start: its optimiser and the size of the model that it makes."""
 
-    steps: int = 1000
-    batch: int = 32  # trajectories a step
+    steps: int = 3000
+    batch: int = 8  # trajectories a step
     lr: float = 3e-3
     warmup_steps: int = 50
-    weight_decay: float = 0.1
-    curriculum: float = 0.4  # share of the steps over which searches grow from one to all
+    weight_decay: float = 0.0
+    all_tokens: float = 0.6  # share of the steps whose loss covers tool output too
+    curriculum: float = 0.6  # share of the steps over which searches grow from one to all
+    init: str = ""  # a model (and its tokenizer) to start from; empty: random weights
     out: str = "runs/almanac-sft/model"
     vocab_size: int = 512
     hidden_size: int = 128
@@ -207,13 +209,13 @@ LEAST = {
     "tools.results": 1, "tools.snippet_words": 1, "tools.max_concurrent": 1, "tools.id_chars": 2,
     "judge.max_concurrent": 1, "judge.max_tokens": 1, "judge.min_scored": 1,
     "rubrics.evolve_every": 1, "rubrics.max_new": 1, "rubrics.max_rollout_chars": 1,
-    "train.steps": 1, "train.micro_batch_tokens": 1, "train.logits_chunk": 1,
+    "train.steps": 0, "train.micro_batch_tokens": 1, "train.logits_chunk": 1,
     "train.checkpoint_every": 1, "train.keep_checkpoints": 1, "eval.prompts": 1, "sft.steps": 1,
     "sft.batch": 1, "sft.vocab_size": 282, "sft.hidden_size": 1, "sft.num_layers": 1,
     "sft.num_heads": 1, "sft.num_kv_heads": 1, "sft.head_dim": 2, "sft.intermediate_size": 1,
 }  # fmt: skip
 MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.0,
-        "algo.clip_low": 1.0, "sft.curriculum": 1.0}  # fmt: skip
+        "algo.clip_low": 1.0, "sft.curriculum": 1.0, "sft.all_tokens": 1.0}  # fmt: skip
 POSITIVE = ("rollout.temperature", "tools.deadline_s", "judge.deadline_s", "train.lr",
             "train.max_grad_norm", "sft.lr")  # fmt: skip
 CHOICES = {

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from .config import Config, load_config, table
+from .config import Config, asset_path, load_config, table
 from .data import read_system_prompt
 from .pack import pack
 from .policy import batch_logps
@@ -29,22 +29,21 @@ from .tokenizer import Tokenizer, train_bpe
 from .weights import load_model, save_model
 from .world import SYLLABLE_TEXT, World, make_prompt, make_world, split_names, teacher_trajectory
 
+DEFAULT = Path(__file__).parents[1] / "configs" / "almanac-sft.toml"
 CHATML = ("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
 
 
-def train(
-    config: Config, stop_after: int | None = None, model_path: Path | None = None
-) -> list[float]:
+def train(config: Config, stop_after: int | None = None) -> list[float]:
     """Train and save to `config.sft.out`; return the loss of each step.
 
-    `stop_after` ends early without changing the schedule; `model_path` continues a checkpoint (and
-    its tokenizer) instead of starting from random weights.
+    `stop_after` ends early without changing the schedule.
     """
     torch.manual_seed(config.run.seed)
     world = make_world(config.world.seed, config.world.entities, config.world.held_out)
     teacher = Teacher(config, world)
-    if model_path:
-        tokenizer, model = Tokenizer.from_path(model_path), load_model(model_path)
+    if config.sft.init:
+        path = asset_path(config.sft.init)
+        tokenizer, model = Tokenizer.from_path(path), load_model(path)
     else:
         tokenizer = make_tokenizer(teacher, config)
         model = Qwen3(_model_config(config, tokenizer))
@@ -59,13 +58,13 @@ def train(
         for group in optimizer.param_groups:
             group["lr"] = config.sft.lr * schedule(step, config.sft.steps, config.sft.warmup_steps)
         losses.append(train_step(model, optimizer, teacher.batch(tokenizer, step), config))
-        if step % 20 == 0 or step + 1 == config.sft.steps:
+        if step % 50 == 0 or step + 1 == config.sft.steps:
             seconds = time.monotonic() - started
             print(
                 f"sft {step + 1}/{config.sft.steps}  loss {losses[-1]:.4f}  {seconds:.0f} s",
                 flush=True,
             )
-        if (step + 1) % 200 == 0 or step + 1 == config.sft.steps:
+        if (step + 1) % 500 == 0 or step + 1 == config.sft.steps:
             save(config.sft.out, model, tokenizer, losses)
     return losses
 
@@ -116,11 +115,19 @@ class Teacher:
         )  # fmt: skip
 
     def batch(self, tokenizer: Tokenizer, step: int) -> list[Rollout]:
-        """The trajectories of one step as rollouts: the ids that a rollout of the same text has."""
-        return [
-            as_rollout(tokenizer, make_prompt(name, self.system).messages, pieces)
-            for name, pieces in (self.pieces(step, i) for i in range(self.config.sft.batch))
-        ]
+        """The trajectories of one step as rollouts: the ids that a rollout of the same text has.
+
+        Early on tool output counts as the teacher's: this model has no pretraining, and documents,
+        which repeat their names, are where it learns to copy soonest.
+        """
+        cfg, rollouts = self.config.sft, []
+        for index in range(cfg.batch):
+            name, pieces = self.pieces(step, index)
+            if step < cfg.all_tokens * cfg.steps:
+                pieces = [(text, True) for text, _ in pieces]
+            messages = make_prompt(name, self.system).messages
+            rollouts.append(as_rollout(tokenizer, messages, pieces))
+        return rollouts
 
 
 def as_rollout(tokenizer: Tokenizer, messages, pieces: list[tuple[str, bool]]) -> Rollout:
@@ -162,17 +169,21 @@ def _model_config(config: Config, tokenizer: Tokenizer) -> Qwen3Config:
         intermediate_size=sft.intermediate_size, num_hidden_layers=sft.num_layers,
         num_attention_heads=sft.num_heads, num_key_value_heads=sft.num_kv_heads,
         head_dim=sft.head_dim, tie_word_embeddings=True, max_position_embeddings=context,
-        rope_theta=10000.0,
+        rope_theta=1e5,
     )  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line: `python -m minirler.sft [CONFIG] [key=value ...]`."""
-    config = load_config(sys.argv[1:] if argv is None else argv, Path("configs/almanac-sft.toml"))
-    if config.run.threads:
-        torch.set_num_threads(config.run.threads)
-    print(table(config), flush=True)
-    train(config)
+    try:
+        config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
+        if config.run.threads:
+            torch.set_num_threads(config.run.threads)
+        print(table(config), flush=True)
+        train(config)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"saved to {config.sft.out}")
     return 0
 

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from .checkpoint import CheckpointError
-from .config import Config, ConfigError, load_config, table
+from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups, group_advantages, policy_loss
@@ -32,7 +31,7 @@ from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
 
-DEFAULT = Path("configs/almanac.toml")
+DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
 
 
 async def train(run: Run) -> None:
@@ -113,6 +112,7 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
     batches = pack(rollouts, wanted, settings.micro_batch_tokens)
     denominator = sum(batch.token_count() for batch in batches)
     metrics = {"flat_share": (flat & scored).float().mean().item(), "trained_tokens": denominator}
+    metrics["packed_tokens"] = sum(len(batch.ids) for batch in batches)
     if not denominator:
         return metrics
     with run.timers("update"):
@@ -221,16 +221,20 @@ async def supervise(run: Run) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line; errors that the user can mend are one line."""
+    """Command line. What the user can mend (a setting, a file, the disk) is an error of one line."""
     try:
-        config: Config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
+        config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         say(table(config))
         run = open_run(config)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
         say(f"{run.folder}: {len(run.prompts)} prompts, {config.train.steps} steps, at {run.step}")
         return asyncio.run(supervise(run))
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

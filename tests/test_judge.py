@@ -132,11 +132,11 @@ def test_calls_of_a_group_overlap():
 
     class SlowLM:
         async def complete(self, request):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.5)
             return reply(1)
 
     score(SlowLM(), ANSWERS, CRITERIA)
-    assert time.monotonic() - start < 0.6  # 1.2 s one after the other
+    assert time.monotonic() - start < 4  # 6 s one after the other
 
 
 def test_the_judge_sees_neither_title_nor_weight_nor_sign():

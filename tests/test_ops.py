@@ -268,7 +268,7 @@ def test_noise_keys_are_64_bits_stable_and_distinct():
     values = [ops.noise_key(*key) for key in keys]
     assert len(set(values)) == len(keys) and all(0 <= v < 2**64 for v in values)
     assert ops.noise_key(np.int64(0), np.int64(1)) == values[0]
-    assert values[3] == 9105171297545480853  # written down: recorded runs depend on it
+    assert values[3] == 1177383437609812698  # by b2sum: recorded runs depend on it
 
 
 def test_draws_follow_the_softmax():

@@ -60,7 +60,7 @@ def is_empty(sampler):
 
 
 def drive(sampler, rows, forced, wait, events=None):
-    """Step until all rows stop: {row: (ids, logps, reason)}. Rows in `forced` park and come back."""
+    """Step until all rows stop: {row: (ids, logps, reason)}; forced ids come `wait` steps late."""
     out = {row: ([], [], None) for row in rows}
     parked, steps = [], 0
     while sampler.has_work or parked:
@@ -308,7 +308,7 @@ def test_a_row_finishes_once_and_samples_no_more_than_its_limit():
 def test_generate_refuses_to_swallow_tokens_of_other_rows():
     sampler = Sampler(MODEL)
     sampler.add([1], SamplingParams(), 0)
-    with pytest.raises(ValueError, match="1 are alive"):
+    with pytest.raises(ValueError, match="1 rows live"):
         sampler.generate([[1]], SamplingParams())
 
 

@@ -14,7 +14,7 @@ def make(blocks=8, block_size=4, token_budget=16, max_rows=8):
 
 
 def step(scheduler, stop=()):
-    """One step with bookkeeping; rows in `stop` are finished when they sample. -> (plan, sampled)"""
+    """One step: (plan, rows that sampled); those in `stop` are finished when they sample."""
     plan = scheduler.schedule()
     sampled = [row for _, rows in scheduler.complete(plan) for row in rows]
     for row in sampled:
@@ -173,19 +173,38 @@ def test_a_parked_row_keeps_its_cache_while_there_is_room():
     assert step(scheduler)[0].chunks == [(0, 9, 12)]  # the last sampled one and two forced
 
 
-def test_parked_rows_yield_first_and_then_the_youngest():
+def evicted(scheduler, count):
+    """Rows in the order in which they lose their blocks, while the oldest runs in every step."""
+    lost = []
+    for _ in range(12):
+        before, oldest = set(scheduler.pool.tables), scheduler.running[0]
+        assert oldest in [chunk.row for chunk in step(scheduler)[0].chunks]
+        lost += before - set(scheduler.pool.tables)
+        if len(lost) == count:
+            break
+    return lost
+
+
+@pytest.mark.parametrize("parked, order", [([], [2, 1]), ([0], [0, 2]), ([1], [1, 2])])
+def test_parked_rows_yield_first_and_then_the_youngest(parked, order):
     scheduler = make(blocks=9, block_size=1, token_budget=99)
     for row in range(3):
         scheduler.add([row], 2)
     step(scheduler)
-    scheduler.park(0)
-    lost, ran = [], []
-    while len(lost) < 2:
-        before = set(scheduler.pool.tables)
-        ran.append([chunk.row for chunk in step(scheduler)[0].chunks])
-        lost += before - set(scheduler.pool.tables)
-    assert lost == [0, 2] and scheduler.num_evicted == 2
-    assert ran[-1] == [1]  # the oldest runs in every step
+    for row in parked:
+        scheduler.park(row)
+    assert evicted(scheduler, 2) == order
+
+
+def test_parked_rows_yield_before_those_that_came_back():
+    scheduler = make(blocks=9, block_size=1, token_budget=99, max_rows=3)
+    for row in range(3):
+        scheduler.add([row], 2)
+    step(scheduler)
+    scheduler.max_rows = 1  # row 2 comes back from a tool, and has to wait
+    scheduler.park(1)
+    scheduler.extend(2, 0)
+    assert evicted(scheduler, 2) == [1, 2]
 
 
 def test_admission_does_not_take_from_parked_rows_while_others_run():

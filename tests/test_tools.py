@@ -86,7 +86,8 @@ def test_end_tags_and_braces_in_quoted_arguments_end_nothing():
 
 
 @pytest.mark.parametrize("text", ['<call_tool name="s" k="a</call_tool>"> q </call_tool>',
-                                  '<call_tool name="s">{"q": "\\"</call_tool>"}</call_tool>'])
+                                  '<call_tool name="s">{"q": "\\"</call_tool>"}</call_tool>',
+                                  '<call_tool name="s">{"q": "</call_tool>\\""}</call_tool>'])
 def test_a_call_is_found_at_its_last_character_and_not_before(text):
     assert [parse_call(text[:i]) is None for i in range(len(text))] == [True] * len(text)
     assert parse_call(text) is not None
@@ -425,13 +426,13 @@ def test_settings_out_of_range_are_refused(key, value):
 
 
 def test_threads_end_with_their_executor():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     run_all({"s": lambda c: "x"}, [call()] * 5)
     gc.collect()
     deadline = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_local_search_is_a_tool():
