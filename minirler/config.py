@@ -14,8 +14,8 @@ import re
 import tomllib
 from pathlib import Path
 
-from minirler import settings as known
-from minirler.settings import (
+from . import settings as known
+from .settings import (
     AlgoConfig,
     Config,
     DataConfig,

@@ -11,8 +11,8 @@ import json
 import random
 from pathlib import Path
 
-from minirler.config import ConfigError
-from minirler.records import Prompt
+from .config import ConfigError
+from .records import Prompt
 
 READ = ("id", "kind", "question", "messages", "rubrics")  # the rest of a row is metadata
 ROLES = ("system", "user", "assistant")

@@ -13,12 +13,12 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from minirler.config import ConfigError, RubricsConfig
-from minirler.judge import has_answer
-from minirler.lm import make_request, read_json
-from minirler.records import LM, LMReply, Prompt, Rollout
-from minirler.rubrics import MAX_DESCRIPTION, Rubric, RubricBuffer, fold, make_rubric
-from minirler.search import Hit
+from .config import ConfigError, RubricsConfig
+from .judge import has_answer
+from .lm import make_request, read_json
+from .records import LM, LMReply, Prompt, Rollout
+from .rubrics import MAX_DESCRIPTION, Rubric, RubricBuffer, fold, make_rubric
+from .search import Hit
 
 MAX_TITLE = 80  # characters
 MAX_TOKENS = 16384  # of a generator's reply, its thinking included

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from minirler.config import ConfigError, JudgeConfig
-from minirler.lm import read_json, render
-from minirler.records import LM, LMReply, LMRequest
-from minirler.rubrics import Rubric
+from .config import ConfigError, JudgeConfig
+from .lm import read_json, render
+from .records import LM, LMReply, LMRequest
+from .rubrics import Rubric
 
 # By scale: the prompt file, and the key of the verdict in the reply.
 _SCALES = {"graded": ("judge", "score"), "binary": ("judge_binary", "met")}

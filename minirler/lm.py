@@ -22,8 +22,8 @@ from pathlib import Path
 
 import openai
 
-from minirler.config import ConfigError
-from minirler.records import LMReply, LMRequest
+from .config import ConfigError
+from .records import LMReply, LMRequest
 
 PROMPTS = Path(__file__).parent / "prompts"
 _FIELD = re.compile(r"\{([a-z_]+)\}")  # spares JSON in a template, where a quote follows the brace

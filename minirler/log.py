@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from minirler.config import ConfigError
+from .config import ConfigError
 
 TIMED = ("sampling", "tools", "judge", "update")  # where a step's time goes, in the console line
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
 
-from minirler.records import LMReply, LMRequest
-from minirler.tools import parse_citations, strip_tags
+from .records import LMReply, LMRequest
+from .tools import parse_citations, strip_tags
 
 # A value is a number, a lower-case word, or a name of one or more capitalised words.
 VALUE = r"\d[\d.,]*|[^\W\d_][\w'-]*(?: [^\W\d_a-z][\w'-]*)*"

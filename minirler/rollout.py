@@ -13,11 +13,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from minirler.log import Timers
-from minirler.records import Prompt, Rollout, Segment, ToolCall, ToolResult
-from minirler.sampler import Sampler, SamplingParams, Token
-from minirler.tokenizer import IncrementalDecoder, Tokenizer
-from minirler.tools import (
+from .log import Timers
+from .records import Prompt, Rollout, Segment, ToolCall, ToolResult
+from .sampler import Sampler, SamplingParams, Token
+from .tokenizer import IncrementalDecoder, Tokenizer
+from .tools import (
     Executor,
     limit_result,
     parse_answer,

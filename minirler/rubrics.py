@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from minirler.config import ConfigError
+from .config import ConfigError
 
 VERSION = 1  # of the state; a change of its form gets a new number
 MAX_DESCRIPTION = 2000  # characters: every one is paid for in every judge call

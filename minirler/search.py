@@ -24,7 +24,7 @@ from urllib.parse import quote, urlsplit
 
 from tqdm import tqdm
 
-from minirler.config import ConfigError
+from .config import ConfigError
 
 MEMORY = ":memory:"
 TITLE_WEIGHT = 3.0  # a word in a title counts as three in the text

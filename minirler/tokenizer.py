@@ -1,14 +1,11 @@
-"""Text to token ids and back: the `tokenizers` library, ChatML, untrusted text, incremental
-decoding.
+"""Text to token ids and back: byte-level BPE, ChatML, untrusted text, incremental decoding.
 
     tokenizer = Tokenizer.from_path(folder)
     ids = tokenizer.render([{"role": "user", "content": "Why?"}], add_generation_prompt=True)
 
 Two ways to encode, and the difference is the point. `encode` reads added tokens (`<|im_end|>`,
 `<think>`, ...) in the text as the tokens they are: for text that this program wrote.
-`encode_untrusted` reads them as plain characters: for everything that came from outside. In
-`render`, only the framing of the template, and the think tags of assistant text, become added
-tokens.
+`encode_untrusted` reads them as plain characters: for everything that came from outside.
 
 Not here: the `tools` block of Qwen3's template (our tools have a grammar of their own), and
 re-rendering of rollouts: those extend their ids and are never encoded twice.
@@ -21,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
 IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 THINK, END_THINK = "<think>", "</think>"
@@ -35,8 +32,7 @@ NOT_SPECIAL = (
     "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> "
     "<|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>").split()
 
-# Qwen3's split into words, behind alternatives that keep the tags of our grammar whole, so that
-# `<call_tool name="` can become one token.
+# Qwen3's split into words, behind two alternatives that let `<call_tool name="` be one token.
 SPLIT = (r'</?[a-z_]+(?: [a-z]+="?|>)?|">'
          r"|(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -50,7 +46,7 @@ class Tokenizer:
     """
 
     def __init__(self, trusted: tokenizers.Tokenizer, settings: dict | None = None):
-        """`settings` is the content of tokenizer_config.json, where there is one."""
+        """`settings` is the content of tokenizer_config.json; without it, ChatML's."""
         self.settings = settings or {"eos_token": IM_END, "pad_token": PAD,
                                      "tokenizer_class": "PreTrainedTokenizerFast"}
         self._trusted = trusted
@@ -61,10 +57,9 @@ class Tokenizer:
         self._added = {token.content: i for i, token in trusted.get_added_tokens_decoder().items()}
         for token, i in self._added.items():
             if i in self._plain.encode(token).ids:
-                raise ValueError(f"tokenizer: merges make the added token {token}, so text from "
-                                 f"outside could forge it")
+                raise ValueError(f"tokenizer: merges make {token}, so any text could forge it")
         self.num_valid: int = trusted.get_vocab_size(with_added_tokens=True)
-        eos = self.settings.get("eos_token") or IM_END
+        eos = self.settings.get("eos_token") or IM_END  # a text, or an object that describes it
         eos = eos["content"] if isinstance(eos, dict) else eos
         for token in (IM_START, IM_END, eos):
             if token not in self._added:
@@ -109,10 +104,9 @@ class Tokenizer:
         token = self._trusted.id_to_token(token_id)
         if token is None:
             raise ValueError(f"token id {token_id} is not in the tokenizer ({self.num_valid} ids)")
-        try:
-            return bytes(BYTE_OF[character] for character in token)
-        except KeyError:  # an added token with characters beyond the byte alphabet
+        if not BYTE_OF.keys() >= set(token):  # an added token beyond the byte alphabet
             return token.encode()
+        return bytes(BYTE_OF[character] for character in token)
 
     def render(self, messages: Sequence[dict], add_generation_prompt: bool = False,
                enable_thinking: bool | None = None) -> list[int]:
@@ -170,9 +164,9 @@ def chat_parts(messages: Sequence[dict]) -> list[Part]:
         if role in ("system", "user"):
             parts += [(IM_START, True), (f"{role}\n{content}", False)]
         elif role == "assistant":
-            is_last = i == len(messages) - 1
+            thinks, is_last = i > last_question, i == len(messages) - 1
             parts += [(IM_START, True), ("assistant\n", False)]
-            parts += assistant_parts(message, content, i > last_question, is_last)
+            parts += assistant_parts(message, content, thinks, is_last)
         elif role == "tool":
             if i == 0 or messages[i - 1].get("role") != "tool":
                 parts += [(IM_START, True), ("user", False)]
@@ -181,7 +175,7 @@ def chat_parts(messages: Sequence[dict]) -> list[Part]:
             if i + 1 < len(messages) and messages[i + 1].get("role") == "tool":
                 continue  # results of one turn share its frame
         else:
-            raise ValueError(f"message {i}: role {role!r} is none of system, user, assistant, tool")
+            raise ValueError(f"message {i}: role {role!r} is not system, user, assistant or tool")
         parts += [(IM_END, True), ("\n", False)]
     return parts
 
@@ -238,18 +232,17 @@ def think_parts(text: str) -> list[Part]:
 
 
 def stop_ids(model_folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Every id that ends generation, sorted: the union of the model's config.json,
-    generation_config.json (a number or a list in each) and the tokenizer's own."""
-    stops = set(tokenizer.eos_ids)
+    """Every id that ends generation, sorted: those of the model's files and the tokenizer's own."""
+    return tuple(sorted(tokenizer.eos_ids | model_end_ids(Path(model_folder))))
+
+
+def model_end_ids(folder: Path) -> set[int]:
+    """`eos_token_id` (a number, a list or null) of config.json and generation_config.json."""
+    ends: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        stops |= end_ids(read_json(Path(model_folder) / name) or {})
-    return tuple(sorted(stops))
-
-
-def end_ids(config: dict) -> set[int]:
-    """HF's `eos_token_id`: one id is a number, several are a list, none is null."""
-    eos = config.get("eos_token_id")
-    return {eos} if isinstance(eos, int) else set(eos or ())
+        eos = (read_json(folder / name) or {}).get("eos_token_id")
+        ends.update([eos] if isinstance(eos, int) else eos or ())
+    return ends
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -268,7 +261,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
         pre_tokenizers.Split(Regex(SPLIT), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     bpe.decoder = decoders.ByteLevel()
-    bpe.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size - len(added), show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
@@ -293,19 +285,16 @@ def read_json(path: Path) -> dict | None:
     if not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise ValueError(f"{path}: not a JSON object")
-    return data
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: not a JSON object ({error})") from None
 
 
 def byte_alphabet() -> dict[str, int]:
     """The byte of each character of byte-level BPE (GPT-2): itself if printable, else U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
+    rest = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 BYTE_OF = byte_alphabet()

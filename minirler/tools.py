@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from minirler.config import ConfigError
-from minirler.records import Citation, Snippet, ToolCall, ToolResult
-from minirler.search import Hit, LocalSearch, utf8
+from .config import ConfigError
+from .records import Citation, Snippet, ToolCall, ToolResult
+from .search import Hit, LocalSearch, utf8
 
 ID_ALPHABET = "bcdfghjklmnpqrstvwxz"  # 20 letters, no vowels: an id never spells a word
 MAX_MESSAGE = 300  # characters of an error that the policy is shown

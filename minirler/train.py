@@ -221,7 +221,7 @@ async def supervise(run: Run) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line. What the user can mend (a setting, a file, the disk) is an error of one line."""
+    """Command line. What the user can mend (setting, file, disk) is an error of one line."""
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
         if config.run.threads:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .qwen3 import Qwen3, Qwen3Config, Yarn
-from .tokenizer import end_ids, read_json
+from .tokenizer import model_end_ids, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -132,9 +132,9 @@ def read_config(folder: str | Path) -> Qwen3Config:
             raise ValueError(f"{file}: {key} must be a whole number above 0, not {data.get(key)!r}")
     settings = {key: data.get(key, default) for key, default in DEFAULTS.items()}
     theta, yarn = read_rope(file, data, settings["max_position_embeddings"])
-    ends = end_ids(data) | end_ids(read_json(file.with_name("generation_config.json")) or {})
     settings |= {key: data[key] for key in DIMENSIONS}
-    return Qwen3Config(**settings, rope_theta=theta, yarn=yarn, eos_token_ids=tuple(sorted(ends)))
+    ends = tuple(sorted(model_end_ids(file.parent)))
+    return Qwen3Config(**settings, rope_theta=theta, yarn=yarn, eos_token_ids=ends)
 
 
 def check_supported(file: Path, data: dict) -> None:

@@ -555,7 +555,7 @@ def test_parked_extended_and_evicted_rows_say_what_they_would_have_said(monkeypa
 
 
 @pytest.mark.long
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.floats(0, 0.01), min_size=9, max_size=9), st.integers(1, 30))
 def test_many_timings_and_waits_give_the_same_rollouts(delays, wait):
     expected = batches([], deterministic=True, tool_wait_steps=wait)
