@@ -170,6 +170,7 @@ class SFTConfig:
     weight_decay: float = 0.0
     all_tokens: float = 0.6  # share of the steps whose loss covers tool output too
     curriculum: float = 0.6  # share of the steps over which searches grow from one to all
+    new_names: bool = False  # every trajectory has names of its own: to be copied, not remembered
     init: str = ""  # a model (and its tokenizer) to start from; empty: random weights
     out: str = "runs/almanac-sft/model"
     vocab_size: int = 512

@@ -27,7 +27,16 @@ from .records import Rollout, Segment
 from .search import LocalSearch
 from .tokenizer import Tokenizer, train_bpe
 from .weights import load_model, save_model
-from .world import SYLLABLE_TEXT, World, make_prompt, make_world, split_names, teacher_trajectory
+from .world import (
+    SYLLABLE_TEXT,
+    SYLLABLES,
+    World,
+    make_prompt,
+    make_world,
+    rename,
+    split_names,
+    teacher_trajectory,
+)
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac-sft.toml"
 CHATML = ("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
@@ -109,10 +118,15 @@ class Teacher:
         share = step / max(1.0, cfg.sft.curriculum * cfg.sft.steps)
         max_calls = min(cfg.rollout.max_tool_calls, 1 + int(share * cfg.rollout.max_tool_calls))
         name = rng.choice(self.names)
-        return name, teacher_trajectory(
+        pieces = teacher_trajectory(
             name, self.search.search, rng, results=cfg.tools.results, max_calls=max_calls,
             id_chars=cfg.tools.id_chars,
         )  # fmt: skip
+        if cfg.sft.new_names:
+            table = dict(zip(SYLLABLES, rng.sample(SYLLABLES, len(SYLLABLES)), strict=True))
+            name = rename(name, table)
+            pieces = [(rename(text, table), written) for text, written in pieces]
+        return name, pieces
 
     def batch(self, tokenizer: Tokenizer, step: int) -> list[Rollout]:
         """The trajectories of one step as rollouts: the ids that a rollout of the same text has.

@@ -32,7 +32,8 @@ NOT_SPECIAL = (
     "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> "
     "<|repo_name|> <|file_sep|> <tool_response> </tool_response> <think> </think>").split()
 
-# Qwen3's split into words, behind two alternatives that let `<call_tool name="` be one token.
+# Qwen3's split into words, behind two alternatives that let `<call_tool name="` be one token. Not
+# so behind a full stop, which takes `</` along: shipped tokenizers are trained with that.
 SPLIT = (r'</?[a-z_]+(?: [a-z]+="?|>)?|">'
          r"|(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -157,10 +158,11 @@ Part = tuple[str, bool]  # text, and whether it is an added token of the framing
 
 def chat_parts(messages: Sequence[dict]) -> list[Part]:
     """A chat in pieces; adjacent plain pieces belong together."""
-    last_question = last_question_index(messages)
+    contents = [message_text(message, i) for i, message in enumerate(messages)]
+    last_question = last_question_index(messages, contents)
     parts: list[Part] = []
-    for i, message in enumerate(messages):
-        role, content = message.get("role"), message_text(message, i)
+    for i, (message, content) in enumerate(zip(messages, contents, strict=True)):
+        role = message.get("role")
         if role in ("system", "user"):
             parts += [(IM_START, True), (f"{role}\n{content}", False)]
         elif role == "assistant":
@@ -190,10 +192,9 @@ def message_text(message: dict, index: int) -> str:
     return content
 
 
-def last_question_index(messages: Sequence[dict]) -> int:
+def last_question_index(messages: Sequence[dict], contents: list[str]) -> int:
     """Index of the last user message that is no tool response in disguise, else of the last one."""
-    for i in reversed(range(len(messages))):
-        text = messages[i].get("content") or ""
+    for i, text in reversed(list(enumerate(contents))):
         is_response = text.startswith("<tool_response>") and text.endswith("</tool_response>")
         if messages[i].get("role") == "user" and not is_response:
             return i
@@ -273,11 +274,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
 
 def replace_surrogates(text: str) -> str:
     """Join surrogate pairs and replace unpaired surrogates by U+FFFD; other text stays as it is."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def read_json(path: Path) -> dict | None:

@@ -149,6 +149,15 @@ def split_names(text: str) -> str:
     return NAME.sub(r"\g<1>0\g<2>0\3", text)
 
 
+def rename(text: str, table: dict[str, str]) -> str:
+    """The text with every syllable of its names replaced, where `table` maps syllables to others."""
+
+    def other(name: re.Match) -> str:
+        return "".join(table[s.lower()] for s in name.groups()).capitalize()
+
+    return NAME.sub(other, text)
+
+
 # ---- making entries and documents
 
 

@@ -303,11 +303,16 @@ def test_top_p_keeps_the_smallest_prefix_that_reaches_it(top_p, expected, dtype)
     assert kept(probs, dtype, top_p=top_p) == expected
 
 
+def test_top_p_is_reached_by_an_exact_tie_despite_the_rounding_of_the_sum():
+    assert [len(kept([0.1] * 10, top_p=k / 10)) for k in range(1, 11)] == list(range(1, 11))
+    assert [len(kept([0.04] * 25, top_p=k / 25)) for k in range(1, 26)] == list(range(1, 26))
+
+
 def test_top_k_keeps_exactly_k_and_min_p_compares_with_the_best():
     probs = [0.1, 0.4, 0.1, 0.1, 0.3]
     assert kept(probs, top_k=3) == [0, 1, 4]  # of equal ones the smaller ids
     assert kept(probs, top_k=9) == kept(probs) == [0, 1, 2, 3, 4]
-    assert kept(probs, min_p=0.7) == [1, 4] and kept(probs, min_p=1.0) == [1]
+    assert kept(probs, min_p=0.7) == [1, 4] and kept([0.4, 0.4, 0.2], min_p=1.0) == [0, 1]
     assert kept(probs, top_k=2, top_p=0.5) == [1]  # 0.4 / 0.7 of what top_k left reaches 0.5
     assert kept(probs, top_k=2, top_p=0.6) == [1, 4]
 

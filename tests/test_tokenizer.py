@@ -102,7 +102,8 @@ CALLS = st.lists(CALL | st.builds(lambda call: {"function": call}, CALL), max_si
 THOUGHTS = st.sampled_from(["", "<think>\nhm\n</think>\n\n", "</think>", "a</think>\nb</think>"])
 ASSISTANT = st.builds(
     lambda m, thought: m | {"content": thought + m["content"]},
-    message("assistant", reasoning_content=st.none() | st.text("r\n", max_size=4), tool_calls=CALLS),
+    message("assistant", reasoning_content=st.none() | st.text("r\n", max_size=4),
+            tool_calls=CALLS),
     THOUGHTS)
 
 
@@ -262,8 +263,8 @@ def test_training_is_reproducible():
 
 def test_tags_of_the_grammar_become_single_tokens(small):
     pieces = [small.decode([i]) for i in small.encode(GRAMMAR)]
-    for tag in ("<think>", '<call_tool name="', "</call_tool>", "<snippet id=", '<cite id="', '">',
-                "</cite>", "<answer>", "</answer>", "<|im_end|>"):
+    for tag in ("<think>", '<call_tool name="', "</call_tool>", "<tool_output>", "<snippet id=",
+                "</snippet>", "<answer>", '<cite id="', '">', "<|im_end|>"):
         assert tag in pieces, tag
     assert "".join(pieces) == GRAMMAR
 
