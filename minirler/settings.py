@@ -156,7 +156,7 @@ class EvalConfig:
 
     every: int = 10  # steps between held-out evaluations; 0: only before and after
     prompts: int = 64
-    temperature: float = 1.0
+    temperature: float = 0.6  # as in DR Tulu's evaluations
 
 
 @dataclass(frozen=True)

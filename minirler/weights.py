@@ -216,6 +216,7 @@ def split_shards(state: dict[str, Tensor], max_bytes: int) -> list[dict[str, Ten
 
 
 def num_bytes(tensor: Tensor) -> int:
+    """Size of a tensor's elements in bytes."""
     return tensor.numel() * tensor.element_size()
 
 

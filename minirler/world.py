@@ -150,7 +150,7 @@ def split_names(text: str) -> str:
 
 
 def rename(text: str, table: dict[str, str]) -> str:
-    """The text with every syllable of its names replaced, where `table` maps syllables to others."""
+    """The text with every syllable of its names replaced by the one that `table` gives for it."""
 
     def other(name: re.Match) -> str:
         return "".join(table[s.lower()] for s in name.groups()).capitalize()
