@@ -183,8 +183,7 @@ def _model_config(config: Config, tokenizer: Tokenizer) -> Qwen3Config:
         intermediate_size=sft.intermediate_size, num_hidden_layers=sft.num_layers,
         num_attention_heads=sft.num_heads, num_key_value_heads=sft.num_kv_heads,
         head_dim=sft.head_dim, tie_word_embeddings=True, max_position_embeddings=context,
-        rope_theta=1e5,
-        eos_token_ids=tuple(sorted(tokenizer.eos_ids)),
+        rope_theta=1e5, eos_token_ids=tuple(sorted(tokenizer.eos_ids)),
     )  # fmt: skip
 
 
