@@ -12,6 +12,7 @@ together and kept (`run`).
 
 import asyncio
 import json
+import math
 import sys
 import time
 from contextlib import aclosing
@@ -118,10 +119,13 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
     with run.timers("update"):
         parts = [backward(run, batch, denominator) for batch in batches]
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_grad_norm)
-        if torch.isfinite(norm):  # a NaN in one step must not end up in the weights
+        metrics |= {name: sum(part[name] for part in parts) for name in parts[0]}
+        # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both.
+        is_finite = math.isfinite(norm) and math.isfinite(metrics["loss"])
+        if is_finite:
             run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
-    return metrics | {k: sum(p[k] for p in parts) for k in parts[0]} | {"grad_norm": norm.item()}
+    return metrics | {"grad_norm": norm.item(), "skipped": float(not is_finite)}
 
 
 def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:

@@ -238,4 +238,5 @@ def config_json(config: Qwen3Config, dtype: str) -> dict:
 
 
 def write_json(file: Path, data: dict) -> None:
+    """Write indented JSON, keys in order."""
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
