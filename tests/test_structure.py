@@ -68,12 +68,12 @@ def test_a_module_imports_only_modules_before_it(module):
 
 @pytest.mark.parametrize("module", [name for name in NO_TORCH if name in TREES])
 def test_modules_that_need_no_torch_import_none_even_through_others(module):
-    seen, todo = set(), {module}
-    while todo:
-        name = todo.pop()
+    seen, left = set(), {module}
+    while left:
+        name = left.pop()
         seen.add(name)
         assert "torch" not in {top for _, top in imports(TREES[name])}, f"{module} via {name}"
-        todo |= of_package(name) - seen
+        left |= of_package(name) - seen
 
 
 def test_modules_that_need_no_torch_run_where_there_is_none():
