@@ -93,10 +93,19 @@ def is_text(value) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def replace_surrogates(text: str) -> str:
+    """Join surrogate pairs, replace lone surrogates by U+FFFD: the result encodes as UTF-8."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def joined(value):
     """`value` (of JSON) with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
     if isinstance(value, str):
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return replace_surrogates(value)
     if isinstance(value, list):
         return [joined(item) for item in value]
     if isinstance(value, dict):

@@ -23,6 +23,7 @@ from pathlib import Path
 import openai
 
 from .config import ConfigError
+from .data import joined, replace_surrogates
 from .records import LMReply, LMRequest
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -74,22 +75,13 @@ def _show(name: str, value) -> str:
     if isinstance(value, int | float):
         return str(value)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
-    text = scrub(text)
+    text = replace_surrogates(text)
     # The nonce hashes the text that it fences: the same in every run (replays and caches need that)
     # and out of reach for the text, which would have to contain its own hash. One a field, not one
     # a prompt: requests about the same answer then share a prefix that servers can cache.
     nonce = blake2b(f"{name}\0{text}".encode(), digest_size=8, key=b"minirler").hexdigest()
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return f"<{name}-{nonce}>\n{text}\n</{name}-{nonce}>"
-
-
-def scrub(text: str) -> str:
-    """Join surrogate pairs, replace lone surrogates by U+FFFD: the result encodes as UTF-8."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def read_json(text: str | None, key: str, finish_reason: str = "stop") -> dict | None:
@@ -127,7 +119,7 @@ def _object_at(text: str, start: int) -> tuple[dict, int]:
     if len(commas) == 1:
         body = text[start : commas[0]] + text[commas[0] + 1 : end]
     try:
-        return (_scrub_all(_DECODER.decode(body)) if end > 0 else {}), end
+        return (joined(_DECODER.decode(body)) if end > 0 else {}), end
     except (ValueError, RecursionError):
         return {}, end
 
@@ -145,17 +137,6 @@ def _closing(text: str, start: int) -> tuple[int, list[int]]:
             if depth == 0:
                 return token.end(), commas
     return -1, []
-
-
-def _scrub_all(value):
-    """Mend strings after decoding: JSON escapes can spell half a surrogate pair."""
-    if isinstance(value, str):
-        return scrub(value)
-    if isinstance(value, list):
-        return [_scrub_all(item) for item in value]
-    if isinstance(value, dict):
-        return {scrub(name): _scrub_all(item) for name, item in value.items()}
-    return value
 
 
 class OpenAILM:
@@ -287,7 +268,7 @@ def _read_response(response) -> LMReply:
     except (AttributeError, IndexError, TypeError):  # gateways send errors with status 200
         raise ValueError("the reply is no chat completion") from None
     if finish_reason == "length":
-        return LMReply(scrub(text or ""), "length")
+        return LMReply(replace_surrogates(text or ""), "length")
     if not isinstance(text, str) or finish_reason == "content_filter":
         return LMReply(None, "error", f"no text in the reply (finish reason {finish_reason})")
-    return LMReply(scrub(text))
+    return LMReply(replace_surrogates(text))

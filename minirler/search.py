@@ -25,6 +25,7 @@ from urllib.parse import quote, urlsplit
 from tqdm import tqdm
 
 from .config import ConfigError
+from .data import replace_surrogates
 
 MEMORY = ":memory:"
 TITLE_WEIGHT = 3.0  # a word in a title counts as three in the text
@@ -190,8 +191,7 @@ def _take(rows: Iterable[tuple], limit: int) -> list[tuple]:
 
 def utf8(text: str) -> str:
     """Text that UTF-8 and SQLite can hold: U+FFFD for a lone surrogate or a NUL."""
-    text = text.replace("\0", "\ufffd")
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return replace_surrogates(text.replace("\0", "\ufffd"))
 
 
 def read_documents(path: Path, bad: Callable[[str, str], None]) -> Iterator[Document]:

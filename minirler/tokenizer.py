@@ -20,6 +20,8 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 
+from .data import replace_surrogates
+
 IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 THINK, END_THINK = "<think>", "</think>"
 
@@ -270,11 +272,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     bpe.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in SPECIAL])
     bpe.add_tokens([AddedToken(t, normalized=False, special=False) for t in NOT_SPECIAL])
     return bpe
-
-
-def replace_surrogates(text: str) -> str:
-    """Join surrogate pairs and replace unpaired surrogates by U+FFFD; other text stays as it is."""
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 def read_json(path: Path) -> dict | None:

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minirler.config import ConfigError
-from minirler.lm import PROMPTS, OpenAILM, make_request, read_json, render, retry_after_s, scrub
+from minirler.data import replace_surrogates
+from minirler.lm import PROMPTS, OpenAILM, make_request, read_json, render, retry_after_s
 
 FIELDS = {"question": "q?", "answer": "an answer", "criterion": "is present"}
 KEY = "sk-secret-123456"
@@ -98,16 +99,16 @@ def test_the_wording_can_be_swapped_without_a_change_of_task_and_fields(tmp_path
 
 
 def test_lone_surrogates_are_replaced_and_pairs_joined():
-    assert scrub("a\ud83e\udded b\ud83e c\udded") == "a🧭 b\ufffd c\ufffd"
+    assert replace_surrogates("a\ud83e\udded b\ud83e c\udded") == "a🧭 b\ufffd c\ufffd"
     fields = FIELDS | {"answer": "half \ud83e"}
     assert "half \ufffd" in content(fields).encode().decode()
 
 
 @given(st.text(st.characters(exclude_categories=[]), max_size=40))
 def test_scrubbed_text_encodes_and_valid_text_is_untouched(text):
-    out = scrub(text)
+    out = replace_surrogates(text)
     out.encode()
-    assert scrub(out) == out
+    assert replace_surrogates(out) == out
     assert not text.isascii() or out == text
 
 

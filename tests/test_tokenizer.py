@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
+from minirler.data import replace_surrogates
 from minirler.tokenizer import (
     NOT_SPECIAL,
     SPECIAL,
     IncrementalDecoder,
     Tokenizer,
-    replace_surrogates,
     stop_ids,
     train_bpe,
 )
