@@ -2,12 +2,13 @@
 # make test | test-long       the fast tests | the ones that take minutes
 # make lint | bench           ruff | the benchmarks
 #
-# Everything is installed into .venv once; a changed pyproject.toml installs anew.
+# Everything is installed into .venv once; changed kernels or a changed pyproject.toml install anew.
 # TORCH chooses the build of torch, e.g. TORCH="torch==2.13.0 --index-url URL_OF_A_CPU_OR_CUDA_INDEX".
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 ARGS ?=
+NATIVE := setup.py $(wildcard csrc/*)
 PY := .venv/bin/python
 # --no-compile: Python compiles what it imports anyway, and torch has thousands of files more (55 -> 17 s).
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
@@ -41,10 +42,10 @@ bench: .venv/installed
 	$(PIP) $(TORCH)
 	@touch $@
 
-.venv/installed: .venv/torch pyproject.toml
+.venv/installed: .venv/torch pyproject.toml $(NATIVE)
 	$(PIP) -e .
 	@touch $@
 
-.venv/installed-test: .venv/torch pyproject.toml
+.venv/installed-test: .venv/torch pyproject.toml $(NATIVE)
 	$(PIP) -e ".[test]"
 	@touch $@ .venv/installed

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import ops
+
 FLAT_SPREAD = 1e-6  # rewards of a group that differ by no more are equal but for rounding
 STD_EPSILON = 1e-8
 MAX_LOG_RATIO = 20.0  # e^20 is 4.9e8: far beyond any use, far from float32's overflow
@@ -36,17 +38,13 @@ def group_advantages(
     if normalize not in ("std", "std1", "none"):
         raise ValueError(f"normalize {normalize!r} is unknown: use 'std', 'std1' or 'none'")
     rewards, scored = _rewards_and_scored(rewards, group, scored)
-    advantages = torch.zeros_like(rewards)
-    for rows in _rows_by_group(group):
-        rows = rows[scored[rows]]
-        values = rewards[rows]
-        if _is_flat(values):
-            continue
-        centred = values - values.mean()
-        if normalize != "none":
-            centred = centred / (values.std(correction=int(normalize == "std1")) + STD_EPSILON)
-        advantages[rows] = centred
-    return advantages.float()
+    rows = _rows_by_group(group)
+    order = torch.cat([torch.empty(0, dtype=torch.int64), *rows])  # groups side by side
+    offsets = torch.tensor([0, *map(len, rows)]).cumsum(0)
+    sizes = rewards[order], offsets, scored[order]
+    advantages = torch.empty(len(rewards))
+    advantages[order] = ops.group_advantages(*sizes, normalize, STD_EPSILON, FLAT_SPREAD)
+    return advantages
 
 
 def flat_groups(

@@ -6,7 +6,8 @@ sampler passes the paged cache.
 
 from torch import Tensor
 
-from . import ops
+from .attention import packed_attention
+from .ops import token_logps
 from .pack import MicroBatch
 from .qwen3 import Qwen3
 
@@ -17,17 +18,19 @@ def batch_logps(
     temperature: float = 1.0,
     num_valid: int | None = None,
     chunk: int = 1024,
+    deterministic: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of its distribution: float32 [N] each, 0 outside the
     mask.
 
     Both are of the softmax tempered by `temperature` over the first `num_valid` tokens. The former
-    is differentiable; logits exist for `chunk` tokens at a time.
+    is differentiable; logits exist for `chunk` tokens at a time. `deterministic` is that of
+    `packed_attention`.
     """
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ops.packed_attention(q, k, v, batch.cu_seqlens)
+        return packed_attention(q, k, v, batch.cu_seqlens, deterministic)
 
     hidden = model(batch.ids, batch.positions, attend)  # [N, d]
     head = model.head_weight()  # [V, d]
-    return ops.token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+    return token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)

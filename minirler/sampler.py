@@ -9,18 +9,21 @@ Token ids only: text, stop strings and tools are the business of `rollout`. What
 on its weights, its tokens and (seed, prompt key, step, sample, position), never on what else is in
 the batch, on chunking, forks, parking or preemption.
 
-Not here: who runs when (`scheduler`), who owns which block (`blocks`), the mathematics (`ops`).
+Not here: who runs when (`scheduler`), who owns which block (`blocks`), the mathematics (`ops`,
+`attention`).
 """
 
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from . import ops
+from .attention import kv_copy_, kv_write_, paged_attention, paged_rows
 from .blocks import BlockPool
+from .noise import noise_key
 from .scheduler import Chunk, Scheduler
 
 
@@ -106,9 +109,8 @@ class Sampler:
                                    max_rows)
         head = model.head_weight()
         layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-        shape = (layers, kv_tokens // block_size, block_size, 2, heads, model.config.head_dim)
-        # zeros, not empty: masked keys still meet a weight of 0, and 0 * NaN would be NaN
-        self.cache = torch.zeros(shape, dtype=head.dtype, device=head.device)
+        shape = (layers, kv_tokens // block_size, 2, heads, block_size, model.config.head_dim)
+        self.cache = torch.empty(shape, dtype=head.dtype, device=head.device)
         self._sequences: dict[int, _Sequence] = {}
         self._next_row = 0
 
@@ -126,9 +128,9 @@ class Sampler:
         rows = list(range(self._next_row, self._next_row + params.n))
         self.scheduler.add(rows, len(ids))
         self._next_row += params.n
-        noise = ops.noise_key(params.seed, key)
-        for sample, row in enumerate(rows):
-            self._sequences[row] = _Sequence(list(ids), params, noise, step, sample)
+        noise = noise_key(params.seed, key)
+        for number, row in enumerate(rows):
+            self._sequences[row] = _Sequence(list(ids), params, noise, step, number)
         return rows
 
     def park(self, row: int) -> None:
@@ -178,57 +180,34 @@ class Sampler:
         if not plan.chunks:
             return []
         if plan.copies:
-            sources, targets = (torch.tensor(x, device=self.cache.device)
-                                for x in zip(*plan.copies, strict=True))
-            ops.kv_copy_(self.cache, sources, targets)
-        ones = [chunk for chunk in plan.chunks if chunk.end - chunk.start == 1]
-        ones.sort(key=lambda chunk: -chunk.end)  # tiles of like length waste the least
-        plan.chunks = ones + [chunk for chunk in plan.chunks if chunk.end - chunk.start > 1]
-        hidden = self._forward(plan.chunks, len(ones))
+            kv_copy_(self.cache, plan.copies)
+        hidden = self._forward(plan.chunks)
         rows, at = self._ready(plan)
         return self._sample(rows, hidden[at]) if rows else []
 
-    def _forward(self, chunks: list[Chunk], num_ones: int) -> torch.Tensor:
+    def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         """Hidden states [N, d] of the chunks' tokens, which also land in the cache."""
-        starts = np.array([chunk.start for chunk in chunks])
-        lengths = np.array([chunk.end for chunk in chunks])
-        counts = lengths - starts
-        first = np.cumsum(counts) - counts  # where each chunk begins in the batch
-        within = np.arange(counts.sum()) - np.repeat(first, counts)
-        positions = np.repeat(starts, counts) + within  # [N]
-        tables = self._tables(chunks)  # [chunks, n]
-        size = self.cache.shape[2]
-        blocks = tables[np.repeat(np.arange(len(chunks)), counts), positions // size]
-        tiles = ops.decode_tiles(tables[:num_ones], lengths[:num_ones], self.cache[0])
-        for i in range(num_ones, len(chunks)):
-            tiles += ops.chunk_tiles(tables[i], chunks[i].start, chunks[i].end, int(first[i]),
-                                     self.cache[0])
+        tables = [self.scheduler.pool.tables[chunk.row] for chunk in chunks]
+        _, starts, ends = zip(*chunks, strict=True)
+        device, num_blocks, size = self.cache.device, self.cache.shape[1], self.cache.shape[4]
+        rows = paged_rows(tables, starts, ends, num_blocks, size, device)
         ids = [t for row, start, end in chunks for t in self._sequences[row].ids[start:end]]
-        ids, positions, slots = (torch.as_tensor(x, device=self.cache.device)
-                                 for x in (ids, positions, blocks * size + positions % size))
+        positions = [t for _, start, end in chunks for t in range(start, end)]
 
         def attend(layer, q, k, v):
-            ops.kv_write_(self.cache[layer], k, v, slots)
-            return ops.paged_attention(q, k, v, self.cache[layer], tiles)
+            kv_write_(self.cache[layer], k, v, rows.slots)
+            return paged_attention(q, self.cache[layer], rows)
 
+        ids, positions = (torch.tensor(x, device=device) for x in (ids, positions))
         return self.model(ids, positions, attend)
-
-    def _tables(self, chunks: list[Chunk]) -> np.ndarray:
-        """Block tables of the chunks' rows, int64, padded with block 0."""
-        tables = [self.scheduler.pool.tables[chunk.row] for chunk in chunks]
-        widths = np.array([len(table) for table in tables])
-        padded = np.zeros((len(tables), widths.max()), dtype=np.int64)
-        held = np.arange(padded.shape[1]) < widths[:, None]
-        padded[held] = [block for table in tables for block in table]
-        return padded
 
     def _ready(self, plan) -> tuple[list[int], list[int]]:
         """Rows that sample now, and where in the batch each one's last hidden state stands."""
-        last = np.cumsum([chunk.end - chunk.start for chunk in plan.chunks]) - 1
+        last = list(accumulate(chunk.end - chunk.start for chunk in plan.chunks))
         rows, at = [], []
         for index, members in self.scheduler.complete(plan):
             rows += members
-            at += [int(last[index])] * len(members)
+            at += [last[index] - 1] * len(members)
         return rows, at
 
     def _sample(self, rows: list[int], hidden: torch.Tensor) -> list[Token]:
@@ -241,19 +220,12 @@ class Sampler:
         tokens: list[Token | None] = [None] * len(rows)
         for settings, indices in groups.items():
             part = logits if len(groups) == 1 else logits[indices]
-            noise = self._noise([rows[i] for i in indices]) if settings[0] > 0 else None
-            ids, logps = ops.sample(part, noise, *settings)
+            sequences = [self._sequences[rows[i]] for i in indices]
+            counters = zip(*((s.key, s.step, s.sample, len(s.ids)) for s in sequences), strict=True)
+            ids, logps = ops.sample(part, *counters, *settings)
             for i, token, logp in zip(indices, ids.tolist(), logps.tolist(), strict=True):
                 tokens[i] = self._record(rows[i], token, logp)
         return tokens
-
-    def _noise(self, rows: list[int]) -> torch.Tensor:
-        """Gumbel noise [B, V] for each row's next token."""
-        sequences = [self._sequences[row] for row in rows]
-        noise = ops.gumbel_noise([s.key for s in sequences], [s.step for s in sequences],
-                                 [s.sample for s in sequences], [len(s.ids) for s in sequences],
-                                 self.num_valid)
-        return noise.to(self.cache.device)
 
     def _record(self, row: int, token: int, logp: float) -> Token:
         """Append a sampled token to its row, and park the row where it ends."""

@@ -7,16 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minirler import ops
+from minirler.noise import gumbel_noise, noise_key
 from minirler.qwen3 import Qwen3, Qwen3Config
 from minirler.sampler import Sampler, SamplingParams
 
 VOCAB = 40
 
 
-def tiny_model(seed=0, layers=2, vocab=VOCAB):
+def tiny_model(seed=0, layers=2, vocab=VOCAB, head_dim=4):
     torch.manual_seed(seed)
-    config = Qwen3Config(vocab, 16, 24, layers, 4, 2, 4, initializer_range=0.35)
+    config = Qwen3Config(vocab, 16, 24, layers, 4, 2, head_dim, initializer_range=0.35)
     return Qwen3(config)
 
 
@@ -29,8 +29,8 @@ def naive(model, prompt, params, key, sample, step=0, num_valid=None, forced=Non
     ids, logps = list(prompt), []
     while True:
         logits = model.logits(torch.tensor([ids]))[0, -1:, :num_valid]
-        key64 = ops.noise_key(params.seed, key)
-        noise = ops.gumbel_noise([key64], [step], [sample], [len(ids)], logits.shape[1])
+        key64 = noise_key(params.seed, key)
+        noise = gumbel_noise([key64], [step], [sample], [len(ids)], logits.shape[1])
         z = logits / (params.temperature or 1)
         token = int((z + noise * (params.temperature > 0)).argmax())
         ids.append(token)
@@ -122,6 +122,16 @@ def test_a_bare_sampler_generates_in_prompt_order():
     assert sampler.generate([], params) == []
 
 
+@pytest.mark.parametrize("block_size, kv_tokens, token_budget", [(16, 4096, 64), (3, 66, 7)])
+def test_a_model_of_sizes_that_kernels_have_samples_like_the_naive_loop(block_size, kv_tokens,
+                                                                        token_budget):
+    model, prompts = tiny_model(head_dim=32), [[1, 2, 3], [4] * 35, [7], [5, 6] * 10]
+    sampler = Sampler(model, kv_tokens=kv_tokens, block_size=block_size, token_budget=token_budget)
+    params = SamplingParams(n=2, max_tokens=9, temperature=0.9)
+    check(sampler.generate(prompts, params), prompts, params, model)
+    assert is_empty(sampler)
+
+
 def test_preemption_replays_and_never_resamples():
     prompts, params = [[i] * 9 for i in range(6)], SamplingParams(n=2, max_tokens=20)
     sampler = Sampler(MODEL, kv_tokens=64, block_size=4)
@@ -133,8 +143,8 @@ def test_a_prompt_is_prefilled_once_for_its_samples():
     computed = []
     sampler = Sampler(MODEL, block_size=16)
     forward = sampler._forward
-    sampler._forward = lambda chunks, ones: (
-        computed.append(sum(c.end - c.start for c in chunks)), forward(chunks, ones))[1]
+    sampler._forward = lambda chunks: (
+        computed.append(sum(c.end - c.start for c in chunks)), forward(chunks))[1]
     rows = sampler.add([i % VOCAB for i in range(1000)], SamplingParams(n=16), "p")
     tokens = sampler.step()
     assert computed == [1000] and [token.row for token in tokens] == rows
