@@ -4,6 +4,8 @@ The trainer's half of the wall in `qwen3`: it passes attention within packed seg
 sampler passes the paged cache.
 """
 
+import math
+
 from torch import Tensor
 
 from . import ops
@@ -31,3 +33,17 @@ def batch_logps(
     hidden = model(batch.ids, batch.positions, attend)  # [N, d]
     head = model.head_weight()  # [V, d]
     return ops.token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+
+
+def lr_factor(schedule: str, step: int, steps: int, warmup: int) -> float:
+    """Factor in (0, 1] of the learning rate at `step` (from 0) of `steps`.
+
+    A linear warm-up over `warmup` steps, then "constant", or "linear" or "cosine" (half a wave)
+    towards 0 after the last step.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    if schedule == "constant":
+        return 1.0
+    return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))

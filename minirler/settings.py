@@ -141,6 +141,7 @@ class TrainConfig:
     steps: int = 100
     lr: float = 5e-7
     warmup_steps: int = 0
+    schedule: str = "constant"  # of the learning rate; "linear" and "cosine" reach 0 at the end
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 18432  # tokens of one packed micro-batch; holds the longest rollout
@@ -168,9 +169,6 @@ class SFTConfig:
     lr: float = 3e-3
     warmup_steps: int = 50
     weight_decay: float = 0.0
-    all_tokens: float = 0.6  # share of the steps whose loss covers tool output too
-    curriculum: float = 0.6  # share of the steps over which searches grow from one to all
-    new_names: bool = False  # every trajectory has names of its own: to be copied, not remembered
     init: str = ""  # a model (and its tokenizer) to start from; empty: random weights
     out: str = "runs/almanac-sft/model"
     vocab_size: int = 512
@@ -216,7 +214,7 @@ LEAST = {
     "sft.num_heads": 1, "sft.num_kv_heads": 1, "sft.head_dim": 2, "sft.intermediate_size": 1,
 }  # fmt: skip
 MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.0,
-        "algo.clip_low": 1.0, "sft.curriculum": 1.0, "sft.all_tokens": 1.0}  # fmt: skip
+        "algo.clip_low": 1.0}  # fmt: skip
 POSITIVE = ("rollout.temperature", "tools.deadline_s", "judge.deadline_s", "train.lr",
             "train.max_grad_norm", "sft.lr")  # fmt: skip
 CHOICES = {
@@ -225,6 +223,7 @@ CHOICES = {
     "judge.backend": ("offline", "openai"),
     "judge.scale": ("graded", "binary"),
     "rubrics.score_new": ("same_step", "next_visit"),
+    "train.schedule": ("constant", "linear", "cosine"),
     "algo.kl": ("k1", "k2", "k3"),
     "algo.normalize": ("std", "std1", "none"),
     "algo.flat_groups": ("drop", "keep"),
