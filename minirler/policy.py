@@ -1,7 +1,7 @@
 """What the model says of a packed micro-batch: log-probs and entropies of its trained tokens.
 
-The trainer's half of the wall in `qwen3`: it passes attention within packed segments, where the
-sampler passes the paged cache.
+The trainer's `attend` for `qwen3`: attention within packed sequences, where the sampler passes the
+paged cache. And the learning rate's schedule, which both trainings share.
 """
 
 import math

@@ -95,7 +95,8 @@ class RubricBuffer:
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ConfigError(f"rubrics.{name} is {value!r}: it must be an integer >= {least}")
+                key = "judge.min_scored" if name == "min_scored" else f"rubrics.{name}"
+                raise ConfigError(f"{key} is {value!r}: it must be an integer >= {least}")
         self._entries: dict[str, _Entry] = {}
         self._events: list[dict] = []
 

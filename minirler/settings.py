@@ -59,7 +59,7 @@ class RolloutConfig:
     group: int = 8  # rollouts a prompt
     temperature: float = 1.0
     max_prompt_tokens: int = 2048
-    max_tokens: int = 16384  # tokens after the prompt, sampled and forced together
+    max_tokens: int = 16384  # tokens after the prompt, sampled and forced (tool output) together
     max_tool_calls: int = 10
     tool_wait_steps: int = 8  # deterministic mode: sampler steps from a call to its result
 
@@ -73,7 +73,7 @@ class ToolsConfig:
     results: int = 10  # documents a search
     snippet_words: int = 64  # words a snippet, at most 64 (a limit of FTS5)
     deadline_s: float = 180.0  # of one call, retries included
-    max_concurrent: int = 64  # calls in flight, of the whole process
+    max_concurrent: int = 64  # calls of one tool in flight
     retries: int = 3
     id_chars: int = 8  # length of the call part of a snippet id
 
@@ -101,7 +101,7 @@ class RubricsConfig:
 
     evolve: bool = True
     evolve_every: int = 1  # steps between generations of evolving rubrics
-    score_new: str = "same_step"  # new criteria score the rollouts they came from; "next_visit"
+    score_new: str = "same_step"  # new criteria score the rollouts they came from, or "next_visit"
     max_active: int = 5
     max_new: int = 5  # criteria accepted from one generation
     history: int = 64  # retired criteria remembered a prompt
@@ -109,7 +109,7 @@ class RubricsConfig:
     persistent: int = 4  # persistent criteria made by search where the data set has none
     persistent_searches: int = 2
     generator_model: str = ""  # empty: the judge's
-    max_rollout_chars: int = 24000  # of each rollout shown to the generator
+    max_rollout_chars: int = 24000  # of each rollout, or of all documents, shown to the generator
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class AlgoConfig:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl: str = "k3"
+    kl: str = "k3"  # estimate of the KL divergence from the first policy, times beta in the loss
     beta: float = 0.0
-    normalize: str = "std"
-    flat_groups: str = "drop"  # "drop" | "keep"
+    normalize: str = "std"  # of the population; "std1": of a sample; "none"
+    flat_groups: str = "drop"  # out of the loss and its denominator; "keep": counted, KL acts
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class TrainConfig:
     steps: int = 100
     lr: float = 5e-7
     warmup_steps: int = 0
-    schedule: str = "constant"  # of the learning rate; "linear" and "cosine" reach 0 at the end
+    schedule: str = "constant"  # of the learning rate; "linear" and "cosine" fall to 0
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 18432  # tokens of one packed micro-batch; holds the longest rollout

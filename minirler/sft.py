@@ -6,7 +6,7 @@ makes a folder (weights, config, its own BPE, the loss of every step) that `mode
 The one shipped in `minirler/assets/almanac` was made by just that command. Tool output is masked:
 the loss is the mean negative log-likelihood of the teacher's own tokens (DR Tulu's cold start).
 
-Not here: resuming. A cold start takes minutes; an interrupted one leaves its last saved weights.
+Not here: resuming. It takes twenty minutes; an interrupted one leaves its last saved weights.
 """
 
 import json
@@ -27,13 +27,13 @@ from .search import LocalSearch
 from .tokenizer import Tokenizer, train_bpe
 from .weights import load_model, save_model
 from .world import (
-    SYLLABLE_TEXT,
     SYLLABLES,
     World,
     make_prompt,
     make_world,
     rename,
     split_names,
+    syllable_text,
     teacher_trajectory,
 )
 
@@ -139,12 +139,12 @@ def as_rollout(tokenizer: Tokenizer, messages, pieces: list[tuple[str, bool]]) -
 
 
 def make_tokenizer(teacher: Teacher, config: Config) -> Tokenizer:
-    """A small BPE, trained on the text of the last (longest) steps' trajectories."""
+    """A small BPE, trained on 300 trajectories of a step that is never trained on."""
     texts = [teacher.system, *CHATML]
     for index in range(300):
         name, pieces = teacher.pieces(config.sft.steps, index)
         texts += [make_prompt(name, "").question, *(text for text, _ in pieces)]
-    texts = [SYLLABLE_TEXT, *(split_names(text) for text in texts)]
+    texts = [syllable_text(), *(split_names(text) for text in texts)]
     return Tokenizer(train_bpe(texts, config.sft.vocab_size))
 
 

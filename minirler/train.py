@@ -76,7 +76,7 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
     """Judge one group: by persistent rubrics, and by evolving ones from its own contrast."""
     cfg, buffer, prompt = run.config.rubrics, run.buffer, run.prompts[rollouts[0].prompt_id]
     with run.timers("judge"):
-        if not buffer.criteria(prompt.id):
+        if not any(rubric.kind == "persistent" for rubric in buffer.criteria(prompt.id)):
             rubrics, why = await persistent_rubrics(run.generator, run.search, prompt, cfg)
             buffer.add(prompt.id, rubrics)
             run.notes += [why] if why else []

@@ -23,7 +23,7 @@ from .tools import call_id, render_call, render_result
 
 CONSONANTS, VOWELS = "bdgklmnrst", "aeiou"
 DOCUMENT_TYPES = ("gazetteer", "chronicle", "register", "letter")
-# An attribute takes a word of its list, the name of an entry of one of these kinds, or a year.
+# An attribute takes a word of its list, the name of an entry of one kind ("": any), or a year.
 WORDS = {
     "trade": "salt wool tin wine glass silk rope corn".split(),
     "colour": "red blue green grey black white".split(),
@@ -52,8 +52,6 @@ CHATTER = (
     "It would take many pages to say more.",
 )
 SYLLABLES = [c + v for c in CONSONANTS for v in VOWELS]
-# Makes each syllable, capitalised or not, one of the first tokens that a BPE learns: `split_names`.
-SYLLABLE_TEXT = "".join(f" {s.capitalize()}0{s}\n{s.capitalize()}0" for s in SYLLABLES) * 6000
 SYLLABLE = f"[{CONSONANTS}][{VOWELS}]"
 NAME = re.compile(rf"\b([{CONSONANTS.upper()}][{VOWELS}])({SYLLABLE})({SYLLABLE})\b")
 # (?!\.) : the ellipsis of a cut snippet does not end a sentence
@@ -148,6 +146,11 @@ def split_names(text: str) -> str:
     """Names with a digit between their syllables: a BPE trained on this learns syllables, not
     names, so that every name, seen or not, is three tokens."""
     return NAME.sub(r"\g<1>0\g<2>0\3", text)
+
+
+def syllable_text() -> str:
+    """Makes each syllable, capitalised or not, one of the first tokens that a BPE learns."""
+    return "".join(f" {s.capitalize()}0{s}\n{s.capitalize()}0" for s in SYLLABLES) * 6000
 
 
 def rename(text: str, table: dict[str, str]) -> str:

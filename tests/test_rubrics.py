@@ -333,7 +333,7 @@ def test_a_malformed_state_is_refused():
     [("max_active", -1), ("min_scored", 0), ("history", 1.5), ("cooldown", True)],
 )
 def test_wrong_settings_are_named(name, value):
-    with pytest.raises(ConfigError, match=f"rubrics.{name}"):
+    with pytest.raises(ConfigError, match=rf"(rubrics|judge)\.{name} is"):
         RubricBuffer(**{name: value})
 
 
