@@ -141,7 +141,7 @@ class TrainConfig:
     steps: int = 100
     lr: float = 5e-7
     warmup_steps: int = 0
-    schedule: str = "constant"  # of the learning rate; "linear" and "cosine" fall to 0
+    schedule: str = "constant"  # of the learning rate; "linear" and "cosine" fall to 0 at `steps`
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 18432  # tokens of one packed micro-batch; holds the longest rollout

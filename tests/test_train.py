@@ -18,7 +18,7 @@ from minirler.run import open_run
 SMALL = (
     "world.entities=6", "world.held_out=2", "eval.prompts=2", "eval.every=1", "rollout.prompts=2",
     "rollout.group=4", "rollout.max_tokens=600", "train.steps=2", "train.checkpoint_every=1",
-    "run.threads=1",
+    "train.schedule=constant", "run.threads=1",  # a schedule that ends depends on train.steps
 )  # fmt: skip
 
 
