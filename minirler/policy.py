@@ -6,6 +6,7 @@ paged cache. And the learning rate's schedule, which both trainings share.
 
 import math
 
+import torch
 from torch import Tensor
 
 from . import ops
@@ -33,6 +34,14 @@ def batch_logps(
     hidden = model(batch.ids, batch.positions, attend)  # [N, d]
     head = model.head_weight()  # [V, d]
     return ops.token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+
+
+def set_lr_(
+    optimizer: torch.optim.Optimizer, lr: float, schedule: str, step: int, steps: int, warmup: int
+) -> None:
+    """Set the learning rate of `step`: `lr` times `lr_factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * lr_factor(schedule, step, steps, warmup)
 
 
 def lr_factor(schedule: str, step: int, steps: int, warmup: int) -> float:

@@ -20,7 +20,7 @@ import torch
 from .config import Config, asset_path, load_config, table
 from .data import read_system_prompt
 from .pack import pack
-from .policy import batch_logps, lr_factor
+from .policy import batch_logps, set_lr_
 from .qwen3 import Qwen3, Qwen3Config
 from .records import Rollout, Segment
 from .search import LocalSearch
@@ -63,9 +63,8 @@ def train(config: Config, stop_after: int | None = None) -> list[float]:
     )
     losses, started = [], time.monotonic()
     for step in range(min(config.sft.steps, stop_after or config.sft.steps)):
-        for group in optimizer.param_groups:
-            factor = lr_factor("cosine", step, config.sft.steps, config.sft.warmup_steps)
-            group["lr"] = config.sft.lr * factor
+        schedule = "cosine", step, config.sft.steps, config.sft.warmup_steps
+        set_lr_(optimizer, config.sft.lr, *schedule)
         losses.append(train_step(model, optimizer, teacher.batch(tokenizer, step), config))
         if step % 50 == 0 or step + 1 == config.sft.steps:
             seconds = time.monotonic() - started

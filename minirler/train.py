@@ -26,7 +26,7 @@ from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups, group_advantages, policy_loss
 from .log import Bar, before_after, say, step_line
 from .pack import MicroBatch, pack
-from .policy import batch_logps, lr_factor
+from .policy import batch_logps, set_lr_
 from .records import Group, Rollout
 from .reward import apply_
 from .run import Run, open_run
@@ -123,10 +123,8 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
         # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both.
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss"])
         if is_finite:
-            for group in run.optimizer.param_groups:
-                group["lr"] = settings.lr * lr_factor(
-                    settings.schedule, run.step, settings.steps, settings.warmup_steps
-                )
+            schedule = settings.schedule, run.step, settings.steps, settings.warmup_steps
+            set_lr_(run.optimizer, settings.lr, *schedule)
             run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
     return metrics | {"grad_norm": norm.item(), "skipped": float(not is_finite)}

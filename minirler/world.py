@@ -286,6 +286,6 @@ def _answer(rng: random.Random, name: str, seen: dict[str, Snippet]) -> str:
 def _outdated(pages: Iterable[Snippet]) -> set[tuple[str, str]]:
     """The facts of these pages that a newer one of them corrects."""
     by_year = sorted(pages, key=lambda s: s.title.rsplit(", ", 1)[-1])
-    newest = {attr: value for s in by_year for attr, value in find_facts(s.text)}
-    facts = {f for s in by_year for f in find_facts(s.text)}
+    facts = [fact for s in by_year for fact in find_facts(s.text)]
+    newest = dict(facts)
     return {(attr, value) for attr, value in facts if newest[attr] != value}

@@ -1,6 +1,7 @@
 """The cold start: its data, its loss, and that the shipped checkpoint is what it makes."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from minirler.config import asset_path, load_config
 from minirler.tokenizer import Tokenizer
 from minirler.tools import parse_call
 from minirler.weights import load_model
-from minirler.world import make_prompt, make_world
+from minirler.world import find_facts, make_prompt, make_world
 
 CONFIG = load_config(["configs/almanac-sft.toml"])
 SHIPPED = asset_path("package:almanac")
@@ -33,6 +34,16 @@ def test_training_again_gives_the_recorded_losses(tmp_path):
     config = load_config(["configs/almanac-sft.toml", f"sft.out={tmp_path}"])
     losses = sft.train(config, stop_after=4)
     assert losses == pytest.approx(recorded[:4], rel=2e-3)
+
+
+def test_without_a_model_to_start_from_it_makes_one_and_a_tokenizer(tmp_path):
+    changes = ["sft.init=", "sft.vocab_size=640", "sft.warmup_steps=1", f"sft.out={tmp_path}"]
+    config = load_config(["configs/almanac-sft.toml", *changes, "sft.steps=2", "sft.lr=1e-3"])
+    first, second = sft.train(config)
+    model, tokenizer = load_model(tmp_path), Tokenizer.from_path(tmp_path)
+    assert first == pytest.approx(math.log(tokenizer.num_valid), rel=0.05) and second < first
+    assert model.config.vocab_size == tokenizer.num_valid <= 640
+    assert all(len(tokenizer.encode(name)) == 3 for name in make_world(9, 50, 1).train)
 
 
 def test_the_recorded_losses_fall():
@@ -100,6 +111,7 @@ def test_names_are_new_in_every_trajectory_and_hang_together(teacher):
     for index in range(20):
         name, pieces = teacher.pieces(9999, index)
         names.add(name)
-        assert make_prompt(name, "").question.count(name) == 1
-        assert parse_call(pieces[0][0]).content.startswith(name)
+        assert all(parse_call(t).content.split()[0] == name for t, own in pieces[:-1] if own)
+        read = {fact for text, own in pieces if not own for fact in find_facts(text)}
+        assert set(find_facts(pieces[-1][0])) <= read
     assert len(names) == 20 and not names & set(teacher.names)
