@@ -1,4 +1,4 @@
-"""Held-out evaluation of the policy on the almanac, by the gold judge that knows the true facts.
+"""Held-out evaluation of the policy on the almanac, by the true facts (`world.gold_coverage`).
 
 `evaluate` samples one report a held-out entry and returns means. The gold score is for people to
 look at: no training reward ever sees it. The noise is the same at every evaluation, so that two

@@ -1,4 +1,4 @@
-"""Where rubrics come from: a search before the first visit of a prompt, a contrast on later ones.
+"""Where rubrics come from: a search at a prompt's first visit, a contrast of its rollouts at each.
 
 Persistent rubrics rest on documents that are really searched for; evolving ones on what separates
 the rollouts of one group (DR Tulu, arXiv 2511.19399, rubrics that evolve with the policy). Both are

@@ -71,6 +71,13 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """Clipped policy loss plus beta * KL: a sum over trained tokens / `denominator`, 0-dim float32.
 
+        sum of [-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) + beta KL] / denominator,
+        r = exp(logps - old_logps)
+
+    (PPO, arXiv 1707.06347; GRPO, 2402.03300; GSPO, 2507.18071; DR-Rubric, 2606.01091; k1, k2, k3:
+    Schulman's note on approximating KL.) With one update a step r is 1 but for rounding, and the
+    clip acts only where the sampler differs from the trainer.
+
     logps (with gradient), old_logps (the sampler's), advantages, ref_logps: float [N]. mask: bool
     [N], True where the token was sampled and counts; what stands elsewhere, NaN included, reaches
     neither loss nor gradient. denominator: the step's trained tokens; 0 gives 0, gradients too.

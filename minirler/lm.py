@@ -67,7 +67,7 @@ def render(task: str, fields: Mapping, prompts_dir: Path | str | None = None) ->
 @functools.cache
 def _template(path: Path) -> str:
     if not path.is_file():
-        raise ConfigError(f"{path}: no such prompt file; add it, or leave the prompts folder unset")
+        raise ConfigError(f"{path}: no such prompt file; install minirler anew")
     return path.read_text(encoding="utf-8").strip()
 
 

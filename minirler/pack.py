@@ -5,8 +5,7 @@ and attention stays within them; positions restart at 0. Ids are the ids that we
 is encoded here, nothing is appended, and what is trained on comes from the segments' origin, never
 from the value of an id (an end-of-sequence id in the middle is a token like any other).
 
-Not here: advantages (`grpo`), the division over ranks (`dist`). A sequence is never split: what
-does not fit is an error.
+Not here: advantages (`grpo`). A sequence is never split: what does not fit is an error.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -1,9 +1,12 @@
 """What the model says of a packed micro-batch: log-probs and entropies of its trained tokens.
 
-The trainer's half of the wall in `qwen3`: it passes attention within packed segments, where the
-sampler passes the paged cache.
+The trainer's `attend` for `qwen3`: attention within packed sequences, where the sampler passes the
+paged cache. And the learning rate's schedule, which both trainings share.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
 from .attention import packed_attention
@@ -34,3 +37,25 @@ def batch_logps(
     hidden = model(batch.ids, batch.positions, attend)  # [N, d]
     head = model.head_weight()  # [V, d]
     return token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+
+
+def set_lr_(
+    optimizer: torch.optim.Optimizer, lr: float, schedule: str, step: int, steps: int, warmup: int
+) -> None:
+    """Set the learning rate of `step`: `lr` times `lr_factor`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * lr_factor(schedule, step, steps, warmup)
+
+
+def lr_factor(schedule: str, step: int, steps: int, warmup: int) -> float:
+    """Factor in (0, 1] of the learning rate at `step` (from 0) of `steps`.
+
+    A linear warm-up over `warmup` steps, then "constant", or "linear" or "cosine" (half a wave)
+    towards 0 after the last step.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    if schedule == "constant":
+        return 1.0
+    return 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))

@@ -145,8 +145,8 @@ class LMReply:
 
 
 class LM(Protocol):
-    """A language model. `complete` never raises but for cancellation: failures are replies without
-    text."""
+    """A language model. `complete` raises ConfigError where it cannot work as configured, and on
+    cancellation; every other failure is a reply without text."""
 
     async def complete(self, request: LMRequest) -> LMReply:
         """Answer one request."""

@@ -47,7 +47,8 @@ def rubric_reward(verdicts: Verdicts, weights: list[float], rule: str = "rler") 
 def format_reward(rollout: Rollout) -> float:
     """In [0, 1]: 0.5 for a closed answer, 0.3 for a non-empty citation with an id, 0.2 for a call.
 
-    A call that was refused because the limit was reached was not executed; one that failed was.
+    These are DR Tulu's. A call that was refused because the limit was reached was not executed; one
+    that failed was.
     """
     answered = rollout.answer is not None
     cited = answered and any(any(c.ids) and c.text.strip() for c in rollout.citations)
@@ -56,7 +57,7 @@ def format_reward(rollout: Rollout) -> float:
 
 
 def search_reward(rollout: Rollout) -> float:
-    """In [0, 1]: successful, distinct searches, 1 from three on.
+    """DR Tulu's: in [0, 1], successful, distinct searches, 1 from three on.
 
     A search is a call of a tool with "search" in its name. Two calls are the same if tool,
     arguments and content are; case and spacing of the content do not matter.
@@ -69,7 +70,7 @@ def search_reward(rollout: Rollout) -> float:
 def citation_reward(rollout: Rollout) -> float:
     """In [0, 1]: the share of distinct cited ids that name a snippet which this rollout has seen.
 
-    0 without an answer or without citations.
+    0 without an answer or without citations. Whether a snippet supports the claim plays no part.
     """
     citations = rollout.citations if rollout.answer is not None else []
     cited = {i for c in citations for i in c.ids if i}

@@ -152,7 +152,7 @@ class RolloutEngine:
         if not self.sampler.has_work:
             if not waiting:
                 raise RuntimeError(f"the sampler has nothing to run for {list(self._rows)}")
-            if self.deterministic:  # no step can be made until then, so that it is then at once
+            if self.deterministic:  # nothing decodes: on to the first result that is due
                 self._clock = max(self._clock, min(row.due for row in waiting))
             else:
                 await self._wait([row.task for row in waiting])

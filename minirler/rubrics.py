@@ -78,7 +78,9 @@ class _Entry:
 
 
 _LISTS = ("persistent", "active", "retired")
-_LEAST = {"max_active": 0, "min_scored": 1, "history": 0, "cooldown": 0}  # of each setting
+# The key of each setting and its least value.
+_LEAST = {"max_active": ("rubrics.max_active", 0), "min_scored": ("judge.min_scored", 1),
+          "history": ("rubrics.history", 0), "cooldown": ("rubrics.cooldown", 0)}  # fmt: skip
 
 
 class RubricBuffer:
@@ -92,10 +94,10 @@ class RubricBuffer:
     def __init__(self, max_active=5, min_scored=2, history=64, cooldown=4):
         self.max_active, self.min_scored = max_active, min_scored
         self.history, self.cooldown = history, cooldown
-        for name, least in _LEAST.items():
+        for name, (key, least) in _LEAST.items():
             value = getattr(self, name)
             if type(value) is not int or value < least:
-                raise ConfigError(f"rubrics.{name} is {value!r}: it must be an integer >= {least}")
+                raise ConfigError(f"{key} is {value!r}: it must be an integer >= {least}")
         self._entries: dict[str, _Entry] = {}
         self._events: list[dict] = []
 

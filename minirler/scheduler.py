@@ -87,6 +87,7 @@ class Scheduler:
         rows = [self.rows[i] for i in self.running]
         decoding = [row for row in rows if row.length - row.cached == 1]
         for row in decoding + [row for row in rows if row.length - row.cached > 1]:
+            # an older row may have evicted this one a moment ago
             if plan.room and row.state == RUNNING and self._make_room(row):
                 self._plan(row, plan)
         while plan.room and self.waiting and len(self.running) < self.max_rows:

@@ -28,7 +28,7 @@ from .config import ConfigError
 from .data import replace_surrogates
 
 MEMORY = ":memory:"
-TITLE_WEIGHT = 3.0  # a word in a title counts as three in the text
+TITLE_WEIGHT = 10.0  # a word in a title counts as ten in the text
 MAX_TERMS = 32  # distinct terms of a query; later ones are ignored (a parser's stack is finite)
 CACHED = 4096  # queries whose hits are kept: the rollouts of one prompt ask the same things
 SCHEMA = f"""

@@ -59,7 +59,7 @@ class RolloutConfig:
     group: int = 8  # rollouts a prompt
     temperature: float = 1.0
     max_prompt_tokens: int = 2048
-    max_tokens: int = 16384  # tokens after the prompt, sampled and forced together
+    max_tokens: int = 16384  # tokens after the prompt, sampled and forced (tool output) together
     max_tool_calls: int = 10
     tool_wait_steps: int = 8  # deterministic mode: sampler steps from a call to its result
 
@@ -73,7 +73,7 @@ class ToolsConfig:
     results: int = 10  # documents a search
     snippet_words: int = 64  # words a snippet, at most 64 (a limit of FTS5)
     deadline_s: float = 180.0  # of one call, retries included
-    max_concurrent: int = 64  # calls in flight, of the whole process
+    max_concurrent: int = 64  # calls of one tool in flight
     retries: int = 3
     id_chars: int = 8  # length of the call part of a snippet id
 
@@ -101,7 +101,7 @@ class RubricsConfig:
 
     evolve: bool = True
     evolve_every: int = 1  # steps between generations of evolving rubrics
-    score_new: str = "same_step"  # new criteria score the rollouts they came from; "next_visit"
+    score_new: str = "same_step"  # new criteria score the rollouts they came from, or "next_visit"
     max_active: int = 5
     max_new: int = 5  # criteria accepted from one generation
     history: int = 64  # retired criteria remembered a prompt
@@ -109,7 +109,7 @@ class RubricsConfig:
     persistent: int = 4  # persistent criteria made by search where the data set has none
     persistent_searches: int = 2
     generator_model: str = ""  # empty: the judge's
-    max_rollout_chars: int = 24000  # of each rollout shown to the generator
+    max_rollout_chars: int = 24000  # of each rollout, or of all documents, shown to the generator
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class AlgoConfig:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl: str = "k3"
+    kl: str = "k3"  # estimate of the KL divergence from the first policy, times beta in the loss
     beta: float = 0.0
-    normalize: str = "std"
-    flat_groups: str = "drop"  # "drop" | "keep"
+    normalize: str = "std"  # of the population; "std1": of a sample; "none"
+    flat_groups: str = "drop"  # out of the loss and its denominator; "keep": counted, KL acts
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,7 @@ class TrainConfig:
     steps: int = 100
     lr: float = 5e-7
     warmup_steps: int = 0
+    schedule: str = "constant"  # of the learning rate; "linear" and "cosine" fall to 0 at `steps`
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     micro_batch_tokens: int = 18432  # tokens of one packed micro-batch; holds the longest rollout
@@ -168,9 +169,6 @@ class SFTConfig:
     lr: float = 3e-3
     warmup_steps: int = 50
     weight_decay: float = 0.0
-    all_tokens: float = 0.6  # share of the steps whose loss covers tool output too
-    curriculum: float = 0.6  # share of the steps over which searches grow from one to all
-    new_names: bool = False  # every trajectory has names of its own: to be copied, not remembered
     init: str = ""  # a model (and its tokenizer) to start from; empty: random weights
     out: str = "runs/almanac-sft/model"
     vocab_size: int = 512
@@ -216,7 +214,7 @@ LEAST = {
     "sft.num_heads": 1, "sft.num_kv_heads": 1, "sft.head_dim": 2, "sft.intermediate_size": 1,
 }  # fmt: skip
 MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.0,
-        "algo.clip_low": 1.0, "sft.curriculum": 1.0, "sft.all_tokens": 1.0}  # fmt: skip
+        "algo.clip_low": 1.0}  # fmt: skip
 POSITIVE = ("rollout.temperature", "tools.deadline_s", "judge.deadline_s", "train.lr",
             "train.max_grad_norm", "sft.lr")  # fmt: skip
 CHOICES = {
@@ -225,6 +223,7 @@ CHOICES = {
     "judge.backend": ("offline", "openai"),
     "judge.scale": ("graded", "binary"),
     "rubrics.score_new": ("same_step", "next_visit"),
+    "train.schedule": ("constant", "linear", "cosine"),
     "algo.kl": ("k1", "k2", "k3"),
     "algo.normalize": ("std", "std1", "none"),
     "algo.flat_groups": ("drop", "keep"),

@@ -6,11 +6,10 @@ makes a folder (weights, config, its own BPE, the loss of every step) that `mode
 The one shipped in `minirler/assets/almanac` was made by just that command. Tool output is masked:
 the loss is the mean negative log-likelihood of the teacher's own tokens (DR Tulu's cold start).
 
-Not here: resuming. A cold start takes minutes; an interrupted one leaves its last saved weights.
+Not here: resuming. It takes twenty minutes; an interrupted one leaves its last saved weights.
 """
 
 import json
-import math
 import random
 import sys
 import time
@@ -21,20 +20,20 @@ import torch
 from .config import Config, asset_path, load_config, table
 from .data import read_system_prompt
 from .pack import pack
-from .policy import batch_logps
+from .policy import batch_logps, set_lr_
 from .qwen3 import Qwen3, Qwen3Config
 from .records import Rollout, Segment
 from .search import LocalSearch
 from .tokenizer import Tokenizer, train_bpe
 from .weights import load_model, save_model
 from .world import (
-    SYLLABLE_TEXT,
     SYLLABLES,
     World,
     make_prompt,
     make_world,
     rename,
     split_names,
+    syllable_text,
     teacher_trajectory,
 )
 
@@ -64,8 +63,8 @@ def train(config: Config, stop_after: int | None = None) -> list[float]:
     )
     losses, started = [], time.monotonic()
     for step in range(min(config.sft.steps, stop_after or config.sft.steps)):
-        for group in optimizer.param_groups:
-            group["lr"] = config.sft.lr * schedule(step, config.sft.steps, config.sft.warmup_steps)
+        schedule = "cosine", step, config.sft.steps, config.sft.warmup_steps
+        set_lr_(optimizer, config.sft.lr, *schedule)
         losses.append(train_step(model, optimizer, teacher.batch(tokenizer, step), config))
         if step % 50 == 0 or step + 1 == config.sft.steps:
             seconds = time.monotonic() - started
@@ -94,13 +93,6 @@ def train_step(model: Qwen3, optimizer, rollouts: list[Rollout], config: Config)
     return total
 
 
-def schedule(step: int, steps: int, warmup: int) -> float:
-    """Linear warm-up, then half a cosine to zero; a factor of the learning rate in (0, 1]."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
-
-
 class Teacher:
     """The lazy teacher at work in a world: batches of trajectories, each a function of (seed,
     step)."""
@@ -111,34 +103,23 @@ class Teacher:
         self.system = read_system_prompt(config.data.system_prompt)
 
     def pieces(self, step: int, index: int) -> tuple[str, list[tuple[str, bool]]]:
-        """(entry, trajectory). Searches grow from one to all over the first part of the run:
-        copying forms much sooner on short trajectories."""
+        """(entry, trajectory), whose names are new in each: one that comes back is remembered,
+        not copied."""
         cfg = self.config
         rng = random.Random(f"{cfg.run.seed} {step} {index}")
-        share = step / max(1.0, cfg.sft.curriculum * cfg.sft.steps)
-        max_calls = min(cfg.rollout.max_tool_calls, 1 + int(share * cfg.rollout.max_tool_calls))
         name = rng.choice(self.names)
         pieces = teacher_trajectory(
-            name, self.search.search, rng, results=cfg.tools.results, max_calls=max_calls,
-            id_chars=cfg.tools.id_chars,
+            name, self.search.search, rng, results=cfg.tools.results,
+            max_calls=cfg.rollout.max_tool_calls, id_chars=cfg.tools.id_chars,
         )  # fmt: skip
-        if cfg.sft.new_names:
-            table = dict(zip(SYLLABLES, rng.sample(SYLLABLES, len(SYLLABLES)), strict=True))
-            name = rename(name, table)
-            pieces = [(rename(text, table), written) for text, written in pieces]
-        return name, pieces
+        table = dict(zip(SYLLABLES, rng.sample(SYLLABLES, len(SYLLABLES)), strict=True))
+        return rename(name, table), [(rename(text, table), written) for text, written in pieces]
 
     def batch(self, tokenizer: Tokenizer, step: int) -> list[Rollout]:
-        """The trajectories of one step as rollouts: the ids that a rollout of the same text has.
-
-        Early on tool output counts as the teacher's: this model has no pretraining, and documents,
-        which repeat their names, are where it learns to copy soonest.
-        """
-        cfg, rollouts = self.config.sft, []
-        for index in range(cfg.batch):
+        """The trajectories of one step as rollouts: the ids that a rollout of the same text has."""
+        rollouts = []
+        for index in range(self.config.sft.batch):
             name, pieces = self.pieces(step, index)
-            if step < cfg.all_tokens * cfg.steps:
-                pieces = [(text, True) for text, _ in pieces]
             messages = make_prompt(name, self.system).messages
             rollouts.append(as_rollout(tokenizer, messages, pieces))
         return rollouts
@@ -157,12 +138,12 @@ def as_rollout(tokenizer: Tokenizer, messages, pieces: list[tuple[str, bool]]) -
 
 
 def make_tokenizer(teacher: Teacher, config: Config) -> Tokenizer:
-    """A small BPE, trained on the text of the last (longest) steps' trajectories."""
+    """A small BPE, trained on 300 trajectories of a step that is never trained on."""
     texts = [teacher.system, *CHATML]
-    for index in range(1000):
+    for index in range(300):
         name, pieces = teacher.pieces(config.sft.steps, index)
         texts += [make_prompt(name, "").question, *(text for text, _ in pieces)]
-    texts = [SYLLABLE_TEXT, *(split_names(text) for text in texts)]
+    texts = [syllable_text(), *(split_names(text) for text in texts)]
     return Tokenizer(train_bpe(texts, config.sft.vocab_size))
 
 

@@ -38,7 +38,7 @@ NOT_SPECIAL = (
 # so behind a full stop, which takes `</` along: shipped tokenizers are trained with that.
 SPLIT = (r'</?[a-z_]+(?: [a-z]+="?|>)?|">'
          r"|(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-         r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+         r"| ?[^\s\p{L}\p{N}<]+[\r\n]*|<|\s*[\r\n]+|\s+(?!\S)|\s+")
 
 
 class Tokenizer:

@@ -26,7 +26,7 @@ from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups, group_advantages, policy_loss
 from .log import Bar, before_after, say, step_line
 from .pack import MicroBatch, pack
-from .policy import batch_logps
+from .policy import batch_logps, set_lr_
 from .records import Group, Rollout
 from .reward import apply_
 from .run import Run, open_run
@@ -76,7 +76,7 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
     """Judge one group: by persistent rubrics, and by evolving ones from its own contrast."""
     cfg, buffer, prompt = run.config.rubrics, run.buffer, run.prompts[rollouts[0].prompt_id]
     with run.timers("judge"):
-        if not buffer.criteria(prompt.id):
+        if not any(rubric.kind == "persistent" for rubric in buffer.criteria(prompt.id)):
             rubrics, why = await persistent_rubrics(run.generator, run.search, prompt, cfg)
             buffer.add(prompt.id, rubrics)
             run.notes += [why] if why else []
@@ -123,6 +123,8 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
         # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both.
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss"])
         if is_finite:
+            schedule = settings.schedule, run.step, settings.steps, settings.warmup_steps
+            set_lr_(run.optimizer, settings.lr, *schedule)
             run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
     return metrics | {"grad_norm": norm.item(), "skipped": float(not is_finite)}

@@ -14,6 +14,7 @@ and then. Nothing here is random but through the seed.
 
 import random
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .records import Prompt, Rollout, Snippet, ToolCall, ToolResult
@@ -22,7 +23,7 @@ from .tools import call_id, render_call, render_result
 
 CONSONANTS, VOWELS = "bdgklmnrst", "aeiou"
 DOCUMENT_TYPES = ("gazetteer", "chronicle", "register", "letter")
-# An attribute takes a word of its list, the name of an entry of one of these kinds, or a year.
+# An attribute takes a word of its list, the name of an entry of one kind ("": any), or a year.
 WORDS = {
     "trade": "salt wool tin wine glass silk rope corn".split(),
     "colour": "red blue green grey black white".split(),
@@ -51,8 +52,6 @@ CHATTER = (
     "It would take many pages to say more.",
 )
 SYLLABLES = [c + v for c in CONSONANTS for v in VOWELS]
-# Makes each syllable, capitalised or not, one of the first tokens that a BPE learns: `split_names`.
-SYLLABLE_TEXT = "".join(f" {s.capitalize()}0{s}\n{s.capitalize()}0" for s in SYLLABLES) * 6000
 SYLLABLE = f"[{CONSONANTS}][{VOWELS}]"
 NAME = re.compile(rf"\b([{CONSONANTS.upper()}][{VOWELS}])({SYLLABLE})({SYLLABLE})\b")
 # (?!\.) : the ellipsis of a cut snippet does not end a sentence
@@ -96,7 +95,7 @@ def make_world(seed: int, entities: int, held_out: int) -> World:
         )
     rng = random.Random(f"almanac {seed}")
     base = _names(rng, entities + held_out)
-    namesakes = {f"{rng.choice(('North', 'South'))} {n}" for n in base if rng.random() < 0.3}
+    namesakes = {f"{rng.choice(('North', 'South'))} {n}" for n in base if rng.random() < 0.2}
     kinds = {n: rng.choice(list(KINDS)) for n in base + sorted(namesakes)}
     by_kind = {k: [n for n in base if kinds[n] == k] or base for k in KINDS} | {"": base}
     entries, documents = {}, []
@@ -149,6 +148,11 @@ def split_names(text: str) -> str:
     return NAME.sub(r"\g<1>0\g<2>0\3", text)
 
 
+def syllable_text() -> str:
+    """Makes each syllable, capitalised or not, one of the first tokens that a BPE learns."""
+    return "".join(f" {s.capitalize()}0{s}\n{s.capitalize()}0" for s in SYLLABLES) * 6000
+
+
 def rename(text: str, table: dict[str, str]) -> str:
     """The text with every syllable of its names replaced by the one that `table` gives for it."""
 
@@ -187,7 +191,7 @@ def _value(rng: random.Random, attr: str, by_kind: dict) -> str:
 
 def _documents(rng: random.Random, name: str, kind: str, facts: tuple) -> list[Document]:
     """Spread the facts over 2 to 4 documents, oldest first; the newest never holds an old value."""
-    types = rng.sample(DOCUMENT_TYPES, rng.randint(2, 4))
+    types = rng.sample(DOCUMENT_TYPES, rng.choice((2, 3, 3, 4, 4)))
     years = sorted(rng.sample(range(1700, 1800), len(types)))
     pages: list[list[str]] = [[] for _ in types]
     for i, fact in enumerate(facts):
@@ -211,7 +215,7 @@ def _documents(rng: random.Random, name: str, kind: str, facts: tuple) -> list[D
 
 def _sentence(rng: random.Random, attr: str, value: str, now: str) -> str:
     value = value.capitalize() if attr in LINKS else value
-    if now or rng.random() < 0.7:
+    if now or rng.random() < 0.85:
         return f"Its {attr} is {now}{value}."
     return f"{value.capitalize()} is its {attr}."
 
@@ -229,7 +233,7 @@ def teacher_trajectory(
     """
     pieces: list[tuple[str, bool]] = []
     seen: dict[str, Snippet] = {}
-    num_calls = rng.choices(range(1, 5), (0.2, 0.3, 0.3, 0.2))[0]
+    num_calls = rng.choices(range(1, 5), (0.15, 0.25, 0.3, 0.3))[0]
     turn = "<think>I look it up.</think>\n"
     for number, query in enumerate(_queries(rng, name, min(num_calls, max_calls))):
         pieces.append((turn + render_call(ToolCall("local_search", {}, query)), True))
@@ -247,25 +251,41 @@ def _result(hits: list[Hit], part: str) -> ToolResult:
 
 
 def _queries(rng: random.Random, name: str, count: int) -> list[str]:
-    words = rng.sample([*DOCUMENT_TYPES, rng.choice([*LINKS, *WORDS])], count)
-    return [name if i == 0 and rng.random() < 0.5 else f"{name} {w}" for i, w in enumerate(words)]
+    """Some of the document types, in their order, and now and then an attribute; at first perhaps
+    the plain name."""
+    words = [*DOCUMENT_TYPES, rng.choice([*LINKS, *WORDS])]
+    chosen = sorted(rng.sample(range(len(words)), count))
+    queries = [f"{name} {words[i]}" for i in chosen]
+    return [name, *queries[1:]] if rng.random() < 0.15 else queries
 
 
 def _answer(rng: random.Random, name: str, seen: dict[str, Snippet]) -> str:
     """State a share of the facts seen, each once, cited in one span a snippet or not at all."""
     share, cite = rng.choice((0.6, 0.8, 1.0)), rng.choice((0.8, 1.0))
-    stated, spans = set(), []
+    pages: dict[str, Snippet] = {}  # a document that came twice is read once
     for snippet in seen.values():
-        if snippet.title.split(",")[0] != name:
-            continue
+        if snippet.title.split(",")[0] == name:
+            pages.setdefault(snippet.doc_id, snippet)
+    stated, spans = set(), []
+    outdated = _outdated(pages.values()) if rng.random() < 0.7 else set()  # or takes the first
+    for snippet in pages.values():
         claims = []
         for sentence in re.findall(r"[^.]+\.", snippet.text):
             facts = find_facts(sentence.strip())
+            is_new = facts and facts[0][0] not in stated and facts[0] not in outdated
             chatter = not facts and "is a" not in sentence and rng.random() < 0.1
-            if chatter or (facts and facts[0][0] not in stated and rng.random() < share):
+            if chatter or (is_new and rng.random() < share):
                 claims.append(sentence.strip())
                 stated |= {attr for attr, _ in facts}
         if claims:
             text = " ".join(claims)
             spans.append(f'<cite id="{snippet.id}">{text}</cite>' if rng.random() < cite else text)
     return "<answer>" + (" ".join(spans) or "Nothing was found.") + "</answer>"
+
+
+def _outdated(pages: Iterable[Snippet]) -> set[tuple[str, str]]:
+    """The facts of these pages that a newer one of them corrects."""
+    by_year = sorted(pages, key=lambda s: s.title.rsplit(", ", 1)[-1])
+    facts = [fact for s in by_year for fact in find_facts(s.text)]
+    newest = dict(facts)
+    return {(attr, value) for attr, value in facts if newest[attr] != value}

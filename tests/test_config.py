@@ -216,6 +216,14 @@ def test_the_table_shows_every_setting_and_marks_what_differs():
     assert len({line.index(line.split()[-1]) for line in keys if line[0] == " "}) == 1  # aligned
 
 
+def test_the_configuration_for_a_model_of_ones_own_asks_for_what_it_needs():
+    with pytest.raises(ConfigError, match="^judge.model is empty"):
+        load_config(["configs/research.toml"])
+    config = load_config(["configs/research.toml", "judge.model=m"])
+    assert config.judge.backend == "openai" and config.train.lr == settings.TrainConfig().lr
+    assert config.rollout == settings.RolloutConfig() and config.tools == settings.ToolsConfig()
+
+
 def test_a_plain_path_is_no_asset_and_a_missing_asset_is_named():
     assert asset_path("runs/x").as_posix() == "runs/x"
     assert "package:nothing" in str(pytest.raises(ConfigError, asset_path, "package:nothing").value)

@@ -1,9 +1,10 @@
 """Log-probs of packed sequences are those of the sequences alone."""
 
+import pytest
 import torch
 
 from minirler.pack import pack
-from minirler.policy import batch_logps
+from minirler.policy import batch_logps, lr_factor
 from minirler.qwen3 import Qwen3, Qwen3Config
 from minirler.records import Rollout, Segment
 
@@ -59,3 +60,12 @@ def test_gradients_reach_the_weights_from_sampled_tokens_only():
     assert torch.equal(logps != 0, batch.mask)
     logps.sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_the_learning_rate_warms_up_and_then_keeps_to_its_schedule():
+    factors = [lr_factor("cosine", step, 100, 10) for step in range(100)]
+    assert factors[0] == 0.1 and factors[9] == 1.0 and factors[10] == 1.0
+    assert factors[55] == pytest.approx(0.5) and 0 < factors[-1] < 0.001
+    assert lr_factor("cosine", 0, 1, 0) == lr_factor("linear", 0, 1, 0) == 1.0
+    assert [lr_factor("linear", step, 4, 0) for step in range(4)] == [1.0, 0.75, 0.5, 0.25]
+    assert {lr_factor("constant", step, 4, 0) for step in range(9)} == {1.0}

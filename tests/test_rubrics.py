@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -329,12 +330,13 @@ def test_a_malformed_state_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("max_active", -1), ("min_scored", 0), ("history", 1.5), ("cooldown", True)],
+    ("key", "value"),
+    [("rubrics.max_active", -1), ("judge.min_scored", 0), ("rubrics.history", 1.5),
+     ("rubrics.cooldown", True)],
 )
-def test_wrong_settings_are_named(name, value):
-    with pytest.raises(ConfigError, match=f"rubrics.{name}"):
-        RubricBuffer(**{name: value})
+def test_wrong_settings_are_named(key, value):
+    with pytest.raises(ConfigError, match=f"^{re.escape(key)} is"):
+        RubricBuffer(**{key.partition(".")[2]: value})
 
 
 def test_a_prompt_id_that_json_would_change_is_refused():

@@ -99,7 +99,7 @@ def test_the_ranking_is_bm25_with_a_weighted_title():
     mean = (sum(lengths) + 2 * 5) / 9
     idf = math.log((9 - 3 + 0.5) / (3 + 0.5))
     def score(i):
-        f = 3 * titles[i].split().count("salt") + texts[i].split().count("salt")
+        f = 10 * titles[i].split().count("salt") + texts[i].split().count("salt")
         return idf * f * 2.2 / (f + 1.2 * (0.25 + 0.75 * lengths[i] / mean))
     rows = search._connection.execute("SELECT rowid, rank FROM words WHERE words MATCH 'salt'")
     assert {n - 1: -rank for n, rank in rows} == pytest.approx({i: score(i) for i in range(3)})

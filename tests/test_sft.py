@@ -9,8 +9,9 @@ import torch
 from minirler import sft
 from minirler.config import asset_path, load_config
 from minirler.tokenizer import Tokenizer
+from minirler.tools import parse_call
 from minirler.weights import load_model
-from minirler.world import make_prompt, make_world
+from minirler.world import find_facts, make_prompt, make_world
 
 CONFIG = load_config(["configs/almanac-sft.toml"])
 SHIPPED = asset_path("package:almanac")
@@ -29,17 +30,26 @@ def tokenizer() -> Tokenizer:
 
 
 def test_training_again_gives_the_recorded_losses(tmp_path):
-    recorded = json.loads((SHIPPED / "losses.json").read_text())["almanac-sft"]
+    recorded = json.loads((SHIPPED / "losses.json").read_text())
     config = load_config(["configs/almanac-sft.toml", f"sft.out={tmp_path}"])
     losses = sft.train(config, stop_after=4)
     assert losses == pytest.approx(recorded[:4], rel=2e-3)
 
 
+def test_without_a_model_to_start_from_it_makes_one_and_a_tokenizer(tmp_path):
+    changes = ["sft.init=", "sft.vocab_size=640", "sft.warmup_steps=1", f"sft.out={tmp_path}"]
+    config = load_config(["configs/almanac-sft.toml", *changes, "sft.steps=2", "sft.lr=1e-3"])
+    first, second = sft.train(config)
+    model, tokenizer = load_model(tmp_path), Tokenizer.from_path(tmp_path)
+    assert first == pytest.approx(math.log(tokenizer.num_valid), rel=0.05) and second < first
+    assert model.config.vocab_size == tokenizer.num_valid <= 640
+    assert all(len(tokenizer.encode(name)) == 3 for name in make_world(9, 50, 1).train)
+
+
 def test_the_recorded_losses_fall():
     recorded = json.loads((SHIPPED / "losses.json").read_text())
-    first, second = recorded["almanac-sft"], recorded["almanac-sft-2"]
-    assert first[0] > 6 and sum(first[-20:]) / 20 < 0.3
-    assert sum(second[-50:]) < 0.9 * sum(second[:50])
+    assert len(recorded) == CONFIG.sft.steps
+    assert sum(recorded[-100:]) < 0.8 * sum(recorded[:100])
 
 
 def test_the_shipped_checkpoint_is_small_and_loads(tokenizer):
@@ -72,31 +82,20 @@ def test_a_trajectory_is_tokenised_as_a_rollout_is(tokenizer):
     assert rest[2].ids == [*tokenizer.encode("so"), tokenizer.im_end_id]
 
 
-def test_tool_output_counts_only_in_the_first_part(teacher, tokenizer):
-    border = math.ceil(CONFIG.sft.all_tokens * CONFIG.sft.steps)
-    early, late = (teacher.batch(tokenizer, step) for step in (border - 1, border))
-    assert all(s.sampled for r in early for s in r.segments[1:])
-    assert all(len(r.segments) > 2 and not r.segments[2].sampled for r in late)
+def test_only_what_the_teacher_writes_counts(teacher, tokenizer):
+    for rollout in teacher.batch(tokenizer, 3):
+        sampled = [segment.sampled for segment in rollout.segments[1:]]
+        assert sampled == [number % 2 == 0 for number in range(len(sampled))]
 
 
-def test_searches_grow_from_one_to_all(teacher):
-    def most_calls(step):
-        return max(sum(not s for _, s in teacher.pieces(step, i)[1]) for i in range(40))
-
-    assert most_calls(0) == 1
-    assert most_calls(CONFIG.sft.steps) == CONFIG.rollout.max_tool_calls
+def test_the_teacher_makes_one_search_to_all(teacher):
+    numbers = [sum(not own for _, own in teacher.pieces(0, i)[1]) for i in range(40)]
+    assert max(numbers) == CONFIG.rollout.max_tool_calls and min(numbers) == 1
 
 
 def test_batches_are_a_function_of_seed_and_step(teacher, tokenizer):
     assert teacher.batch(tokenizer, 7) == teacher.batch(tokenizer, 7)
     assert teacher.batch(tokenizer, 7) != teacher.batch(tokenizer, 8)
-
-
-def test_the_schedule_warms_up_and_falls_to_nothing():
-    factors = [sft.schedule(step, 100, 10) for step in range(100)]
-    assert factors[0] == 0.1 and factors[9] == 1.0 and factors[10] == 1.0
-    assert factors[55] == pytest.approx(0.5) and 0 < factors[-1] < 0.001
-    assert sft.schedule(0, 1, 0) == 1.0
 
 
 def test_one_step_lowers_the_loss_of_its_own_batch(teacher, tokenizer):
@@ -107,14 +106,12 @@ def test_one_step_lowers_the_loss_of_its_own_batch(teacher, tokenizer):
     assert sft.train_step(model, optimizer, batch, CONFIG) < first
 
 
-def test_new_names_are_in_no_two_trajectories_and_hang_together(teacher):
-    config = load_config(["configs/almanac-sft.toml", "sft.new_names=true"])
-    renamed = sft.Teacher(config, make_world(CONFIG.world.seed, CONFIG.world.entities, 1))
+def test_names_are_new_in_every_trajectory_and_hang_together(teacher):
     names = set()
     for index in range(20):
-        (old, before), (new, after) = (t.pieces(9, index) for t in (teacher, renamed))
-        names.add(new)
-        assert len("".join(t for t, _ in before)) == len("".join(t for t, _ in after))
-        written = ["".join(t for t, own in pieces if own) for pieces in (before, after)]
-        assert written[0].count(old) == written[1].count(new) > 0
+        name, pieces = teacher.pieces(9999, index)
+        names.add(name)
+        assert all(parse_call(t).content.split()[0] == name for t, own in pieces[:-1] if own)
+        read = {fact for text, own in pieces if not own for fact in find_facts(text)}
+        assert set(find_facts(pieces[-1][0])) <= read
     assert len(names) == 20 and not names & set(teacher.names)

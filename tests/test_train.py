@@ -12,13 +12,14 @@ import torch
 from minirler import train as loop
 from minirler.config import ConfigError, load_config
 from minirler.log import read_metrics
+from minirler.offline import OfflineLM
 from minirler.records import LMReply
 from minirler.run import open_run
 
 SMALL = (
     "world.entities=6", "world.held_out=2", "eval.prompts=2", "eval.every=1", "rollout.prompts=2",
     "rollout.group=4", "rollout.max_tokens=600", "train.steps=2", "train.checkpoint_every=1",
-    "run.threads=1",
+    "train.schedule=constant", "run.threads=1",  # a schedule that ends depends on train.steps
 )  # fmt: skip
 
 
@@ -165,6 +166,15 @@ class Deaf:
         return LMReply(None, "error", "connection refused")
 
 
+class NotPersistent(OfflineLM):
+    """A generator that fails at persistent rubrics alone."""
+
+    async def complete(self, request):
+        if request.task == "rubrics_persistent":
+            return LMReply(None, "error", "connection refused")
+        return await super().complete(request)
+
+
 def test_a_judge_that_fails_scores_nothing_and_retires_nothing(tmp_path):
     run = open_run(settings(tmp_path / "deaf"))
     run.judge._lm = Deaf()
@@ -182,6 +192,17 @@ def test_a_generator_that_fails_adds_nothing_and_is_counted(tmp_path):
     run.generator = Deaf()
     asyncio.run(loop.sample_and_score(run))
     assert run.notes and not any(run.buffer.criteria(name) for name in run.prompts)
+
+
+def test_persistent_rubrics_that_failed_are_made_at_the_next_visit(tmp_path):
+    run = open_run(settings(tmp_path / "late"))
+    able, run.generator = run.generator, NotPersistent()
+    groups = asyncio.run(loop.sample_and_score(run))
+    assert run.notes and all(c.kind == "evolving" for g in groups for c in g.criteria)
+    group = next(g for g in groups if run.buffer.criteria(g.prompt.id))
+    run.generator = able
+    again = asyncio.run(loop.score(run, group.rollouts))
+    assert any(c.kind == "persistent" for c in again.criteria)
 
 
 def test_evolving_rubrics_can_be_turned_off(tmp_path):

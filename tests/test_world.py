@@ -2,13 +2,14 @@
 
 import random
 import re
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minirler.records import Citation, Rollout, Snippet, ToolCall, ToolResult
-from minirler.search import LocalSearch
+from minirler.search import Hit, LocalSearch
 from minirler.tools import parse_answer, parse_call, parse_citations
 from minirler.world import (
     KINDS,
@@ -138,6 +139,29 @@ def test_the_teacher_writes_in_the_grammar_of_rollouts(name, seed, max_calls):
     given_ids = set(re.findall(r"<snippet id=(\S+)>", "".join(t for t, s in pieces if not s)))
     cited = {i for c in parse_citations(parse_answer(written[-1])) for i in c.ids}
     assert cited <= given_ids
+
+
+def reports(*pages: tuple[str, str, str], count: int = 200) -> list[str]:
+    """Answers of the teacher about Belomo where every search finds all of `pages`."""
+    hits = [Hit(*page) for page in pages]
+    make = partial(teacher_trajectory, "Belomo", lambda query, limit: hits, results=9, id_chars=2)
+    return [make(random.Random(i), max_calls=4)[-1][0] for i in range(count)]
+
+
+def test_the_teacher_reads_a_document_once_and_nothing_of_a_namesake():
+    answers = reports(("d", "Belomo, letter, 1760", "Its trade is salt."),
+                      ("e", "North Belomo, letter, 1760", "Its ruler is Dasimo."))  # fmt: skip
+    assert max(a.count("salt") for a in answers) == 1
+    assert not any("Dasimo" in a for a in answers)
+    assert 0 < sum("salt" in a for a in answers) < len(answers)  # lazy
+
+
+def test_the_teacher_states_one_value_and_mostly_the_newest():
+    answers = reports(("d", "Belomo, register, 1710", "Its ruler is Tagesi."),
+                      ("e", "Belomo, letter, 1760", "Its ruler is now Dasimo."))  # fmt: skip
+    old, new = (sum(name in a for a in answers) for name in ("Tagesi", "Dasimo"))
+    assert not any("Tagesi" in a and "Dasimo" in a for a in answers)
+    assert 0 < old < new / 2
 
 
 def test_names_are_split_into_syllables_for_the_tokenizer_only():
