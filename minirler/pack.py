@@ -27,7 +27,7 @@ class MicroBatch:
     mask: Tensor  # [N] bool, is the target a token that the policy sampled?
     old_logps: Tensor  # [N] float32, the sampler's log-prob of the target; 0 where mask is False
     advantages: Tensor  # [N] float32, of the rollout
-    segment: Tensor  # [N] int64, index of the rollout in the list that was packed
+    rollout: Tensor  # [N] int64, index of the rollout in the list that was packed
 
     def token_count(self) -> int:
         """Tokens that are trained on: the step's sum of these is the denominator of the loss."""
@@ -96,7 +96,7 @@ def _checked_length(rollout: Rollout, max_tokens: int) -> int:
 
 
 def _micro_batch(members: list[tuple[int, Rollout, float]]) -> MicroBatch:
-    ids, positions, targets, mask, logps, advantages, segment = ([] for _ in range(7))
+    ids, positions, targets, mask, logps, advantages, owner = ([] for _ in range(7))
     cu_seqlens = [0]
     for index, rollout, advantage in members:
         sequence = [i for s in rollout.segments for i in s.ids]
@@ -108,10 +108,10 @@ def _micro_batch(members: list[tuple[int, Rollout, float]]) -> MicroBatch:
         mask += [s.sampled for s in rollout.segments for _ in s.ids][1:] + [False]
         logps += [x if s.sampled else 0.0 for s in rollout.segments for x in s.logps][1:] + [0.0]
         advantages += [advantage] * length
-        segment += [index] * length
+        owner += [index] * length
         cu_seqlens.append(len(ids))
-    integers = (torch.tensor(x, dtype=torch.int64) for x in (ids, positions, targets, segment))
-    ids_t, positions_t, targets_t, segment_t = integers
+    integers = (torch.tensor(x, dtype=torch.int64) for x in (ids, positions, targets, owner))
+    ids_t, positions_t, targets_t, index_t = integers
     return MicroBatch(
         ids=ids_t,
         positions=positions_t,
@@ -120,5 +120,5 @@ def _micro_batch(members: list[tuple[int, Rollout, float]]) -> MicroBatch:
         mask=torch.tensor(mask, dtype=torch.bool),
         old_logps=torch.tensor(logps, dtype=torch.float32),
         advantages=torch.tensor(advantages, dtype=torch.float32),
-        segment=segment_t,
+        rollout=index_t,
     )

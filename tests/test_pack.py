@@ -36,9 +36,9 @@ def test_positions_targets_masks_and_logps_of_two_turns_by_hand():
     assert batch.mask.tolist() == [True, False, False, True, True, False, True, True, False]
     assert batch.old_logps.tolist() == [-1, 0, 0, -1, -1.25, 0, -1, -1.25, 0]
     assert batch.advantages.tolist() == [0.5] * 2 + [-2.0] * 7
-    assert batch.segment.tolist() == [0] * 2 + [1] * 7
+    assert batch.rollout.tolist() == [0] * 2 + [1] * 7
     assert batch.token_count() == 5
-    integers = (batch.ids, batch.positions, batch.targets, batch.segment)
+    integers = (batch.ids, batch.positions, batch.targets, batch.rollout)
     assert {x.dtype for x in integers} == {torch.int64}
     assert batch.mask.dtype == torch.bool and batch.old_logps.dtype == torch.float32
 
@@ -63,7 +63,7 @@ def test_ids_that_another_tokenisation_would_merge_are_trained_on_as_sampled():
 def test_rollouts_without_advantage_or_without_sampled_tokens_are_left_out():
     rollouts = [rollout(forced(1), sampled(i)) for i in (5, 6, 7)] + [rollout(forced(1, 2))]
     (batch,) = pack(rollouts, [1.0, None, 0.0, 1.0], 100)
-    assert tokens_trained(batch) == [5, 7] and batch.segment.unique().tolist() == [0, 2]
+    assert tokens_trained(batch) == [5, 7] and batch.rollout.unique().tolist() == [0, 2]
     assert pack(rollouts, [None] * 4, 100) == [] and pack([], [], 100) == []
 
 
@@ -115,7 +115,7 @@ def test_every_sampled_token_is_trained_once_and_nothing_else(rollouts, max_toke
     seen = {}
     for b in batches:
         for start, end in zip(b.cu_seqlens, b.cu_seqlens[1:], strict=False):
-            (i,) = b.segment[start:end].unique().tolist()
+            (i,) = b.rollout[start:end].unique().tolist()
             seen[i] = b.targets[start:end][b.mask[start:end]].tolist()
             assert b.ids[start:end].tolist() == [t for s in rollouts[i].segments for t in s.ids]
             assert b.positions[start:end].tolist() == list(range(end - start))
