@@ -133,7 +133,8 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
 def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:
     """Gradient of one micro-batch; the numbers are its shares of the step's means over tokens."""
     algo, temperature = run.config.algo, run.config.rollout.temperature
-    settings = temperature, run.tokenizer.num_valid, run.config.train.logits_chunk
+    cfg = run.config.train
+    settings = temperature, run.tokenizer.num_valid, cfg.logits_chunk, cfg.deterministic
     ref_logps = None
     if run.reference is not None:
         with torch.no_grad():

@@ -261,7 +261,7 @@ def _queries(rng: random.Random, name: str, count: int) -> list[str]:
 
 def _answer(rng: random.Random, name: str, seen: dict[str, Snippet]) -> str:
     """State a share of the facts seen, each once, cited in one span a snippet or not at all."""
-    share, cite = rng.choice((0.6, 0.8, 1.0)), rng.choice((0.8, 1.0))
+    share, cite = rng.choice((0.5, 0.75, 1.0)), rng.choice((0.8, 1.0))
     pages: dict[str, Snippet] = {}  # a document that came twice is read once
     for snippet in seen.values():
         if snippet.title.split(",")[0] == name:

@@ -98,6 +98,13 @@ def test_the_package_stays_readable_in_a_day():
     assert sum(len(path.read_text("utf-8").split("\n")) - 1 for path in FILES) <= 8000
 
 
+def test_the_kernels_stay_small():
+    # each of them twice, C++ and CUDA, attention with its backward pass
+    sources = [path.read_text("utf-8").split("\n") for path in (ROOT / "csrc").iterdir()]
+    assert sum(len(lines) - 1 for lines in sources) <= 1900
+    assert max(len(line) for lines in sources for line in lines) <= 100
+
+
 def test_functions_are_short_by_the_median():
     lengths = sorted(
         node.end_lineno - node.lineno + 1
