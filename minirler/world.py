@@ -233,7 +233,7 @@ def teacher_trajectory(
     """
     pieces: list[tuple[str, bool]] = []
     seen: dict[str, Snippet] = {}
-    num_calls = rng.choices(range(1, 5), (0.15, 0.25, 0.3, 0.3))[0]
+    num_calls = rng.choices(range(1, 5), (0.17, 0.27, 0.28, 0.28))[0]
     turn = "<think>I look it up.</think>\n"
     for number, query in enumerate(_queries(rng, name, min(num_calls, max_calls))):
         pieces.append((turn + render_call(ToolCall("local_search", {}, query)), True))
@@ -261,7 +261,7 @@ def _queries(rng: random.Random, name: str, count: int) -> list[str]:
 
 def _answer(rng: random.Random, name: str, seen: dict[str, Snippet]) -> str:
     """State a share of the facts seen, each once, cited in one span a snippet or not at all."""
-    share, cite = rng.choice((0.5, 0.75, 1.0)), rng.choice((0.8, 1.0))
+    share, cite = rng.choice((0.4, 0.7, 1.0)), rng.choice((0.8, 1.0))
     pages: dict[str, Snippet] = {}  # a document that came twice is read once
     for snippet in seen.values():
         if snippet.title.split(",")[0] == name:
