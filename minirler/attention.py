@@ -70,7 +70,7 @@ def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> Pa
 def kv_write_(cache, k, v, slots):
     """Store k and v [N, K, D] in a layer's cache; slots int64 [N], block * block_size + offset.
 
-    `slots` come from `paged_rows`, which has checked them.
+    `slots` come from `paged_rows`, which has checked them; those below 0 (padding) are skipped.
     """
     check_cache(cache, k, v)
     if not is_native(cache, k, v):

@@ -102,8 +102,12 @@ def filtered(z, top_k, top_p, min_p):
 
 
 def kv_write_ref(cache, k, v, slots):
-    """Store k and v [N, K, D] in cache [blocks, 2, K, block_size, D] at `slots`, int64 [N]."""
-    block_size = cache.shape[3]
+    """Store k and v [N, K, D] in cache [blocks, 2, K, block_size, D] at `slots`, int64 [N].
+
+    Slots below 0 are skipped.
+    """
+    block_size, is_kept = cache.shape[3], slots >= 0
+    k, v, slots = k[is_kept], v[is_kept], slots[is_kept]
     cache[slots // block_size, :, :, slots % block_size] = torch.stack((k, v), dim=1)
 
 

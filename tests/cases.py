@@ -342,6 +342,18 @@ def keys_and_values_are_stored_exactly_and_blocks_copied(device):
 
 
 @case
+def slots_below_zero_are_skipped(device):
+    for dtype, D in ((F32, 32), (BF16, 5)):  # 16 bytes at once, and not
+        cache = torch.zeros(3, 2, 2, 2, D, dtype=dtype, device=device)
+        k, v = (randn(4, 2, D, seed=j, dtype=dtype, device=device) for j in (0, 1))
+        expected = cache.clone()
+        for token, offset in ((1, 1), (3, 0)):
+            expected[1, :, :, offset] = torch.stack((k[token], v[token]))
+        kv_write_(cache, k, v, torch.tensor([-1, 3, -6, 2], device=device))
+        assert torch.equal(cache, expected)
+
+
+@case
 def a_query_has_the_same_bits_whatever_else_is_computed(device):
     """Batch, chunks of a prefill, block size, splits, packing: only the twin may round."""
     is_exact = bool(kernels.NATIVE)
