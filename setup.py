@@ -6,7 +6,7 @@
     MINIRLER_CUDA_ARCHS=80;90    compute capabilities; newer chips compile the last one's PTX
     MINIRLER_NATIVE=require      a failed build is an error; by default it is a warning, and the
                                  operations run in plain torch
-    CXX, CUDA_HOME               the compiler, the toolkit
+    CXX, CUDA_HOME               the compiler (GCC: the sources use its vector types), the toolkit
 
 torch is not needed, and not looked at: the launchers take pointers.
 """
@@ -56,23 +56,24 @@ class NinjaBuild(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         """Build `ext` into the path that setuptools wants; see the module for failures."""
-        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        target, nvcc = Path(self.get_ext_fullpath(ext.name)).resolve(), find_nvcc()
         try:
-            build(target)
-        except (OSError, ImportError, RuntimeError, subprocess.CalledProcessError) as error:
-            if os.environ.get("MINIRLER_NATIVE") == "require":
+            build(target, nvcc)
+        except (OSError, ImportError, subprocess.CalledProcessError) as error:
+            is_asked_for = os.environ.get("MINIRLER_CUDA") == "1"
+            if is_asked_for or os.environ.get("MINIRLER_NATIVE") == "require":
                 raise
             print(f"WARNING: minirler._C was not built ({error}). minirler works without it, in "
-                  "plain torch, slower. With a C++ compiler: pip install -e .", file=sys.stderr)
+                  "plain torch, slower. With g++ (and MINIRLER_CUDA=0, if it is nvcc that fails): "
+                  "pip install -e .", file=sys.stderr)  # fmt: skip
 
 
-def build(target: Path) -> None:
+def build(target: Path, nvcc: str | None) -> None:
     """Compile and link; only what changed is compiled again."""
     import ninja  # not at the top: a metadata query has to work without it
     import pybind11
 
     cxx = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or "c++"
-    nvcc = find_nvcc()
     folder = ROOT / "build" / "native"
     folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@
 The limit of `logprob` and of decoding is the time to read their bytes once, at the bandwidth of a
 sum over as many bytes, measured in the same run; that of the fused head is its matrix products.
 `--share 0.1` cuts the number of rows (not V, not the context), for machines that are slow or busy.
-Ends in one JSON line; times are the least of a few runs. The naive head needs 4 GiB and, where the
+Ends in one JSON line; times are medians of a few runs. The naive head needs 4 GiB and, where the
 CPU has no bfloat16 instructions, minutes: there its gradient's products are timed on fewer rows and
 scaled, and the line says so.
 """
@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import sys
 import threading
 import time
@@ -28,14 +29,14 @@ GIB = 2**30
 
 
 def seconds(function, repeats: int = 5) -> float:
-    """The least time of some calls, after one that warms up."""
+    """The median time of some calls, after one that warms up."""
     function()
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         function()
         times.append(time.perf_counter() - started)
-    return min(times)
+    return statistics.median(times)
 
 
 def bandwidth(size: int) -> float:
@@ -72,11 +73,11 @@ def logprob(share: float) -> dict:
         size = logits.numel() * logits.element_size()
         rate = bandwidth(size)
         with torch.no_grad():
-            mine, torchs = seconds(ours), seconds(naive, 2)
-        mine_both, torchs_both = (seconds(lambda f=f: both(f), 2) for f in (ours, naive))
+            mine, torchs = seconds(ours), seconds(naive, 3)
+        mine_both, torchs_both = (seconds(lambda f=f: both(f), 3) for f in (ours, naive))
         name = f"logprob {N} x {V} {str(dtype)[6:]}"
         report(f"{name}", mine, {"torch": torchs}, size / rate, f"read {size / 1e6:.0f} MB")
-        with_entropy = seconds(lambda: both(naive, 2), 2)
+        with_entropy = seconds(lambda: both(naive, 2), 3)
         peers = {"torch": torchs_both, "torch, entropy's gradient too": with_entropy}
         report("  with backward", mine_both, peers, 3 * size / rate, "read twice, write once")
         results = {
@@ -169,7 +170,7 @@ def head(share: float) -> dict:
     naive = naive_head_scaled(hidden, weight, targets) if is_slow else naive_head(
         hidden, weight, targets)  # fmt: skip
     x, w = torch.randn(min(N, 512), d), torch.randn(8192, d)
-    product = seconds(lambda: x @ w.T, 2) * (N / len(x)) * (V / len(w))
+    product = seconds(lambda: x @ w.T, 3) * (N / len(x)) * (V / len(w))
     report(f"fused head {N} x {d} x {V}", ours, {"naive": naive}, 4 * product,
            "4 float32 products")  # fmt: skip
     print(f"  beyond the gradients' {gradients / GIB:.2f} GiB: {extra:.2f} GiB"

@@ -36,6 +36,11 @@ class PagedRows:
     spans: list[tuple[int, int, int]]  # on the host: first query, behind the last, length
 
     @property
+    def num_queries(self) -> int:
+        """N."""
+        return self.spans[-1][1] if self.spans else 0
+
+    @property
     def max_length(self) -> int:
         """Of the longest row."""
         return max((length for _, _, length in self.spans), default=0)
@@ -103,8 +108,8 @@ def paged_attention(q, cache, rows, splits=None):
     """
     N, H, D = q.shape
     check_cache(cache, q[:, : cache.shape[2]])
-    if N != rows.spans[-1][1] or H % cache.shape[2]:
-        raise ValueError(f"q is {list(q.shape)}, the rows have {rows.spans[-1][1]} queries and the "
+    if N != rows.num_queries or H % cache.shape[2]:
+        raise ValueError(f"q is {list(q.shape)}, the rows have {rows.num_queries} queries and the "
                          f"cache {cache.shape[2]} heads")  # fmt: skip
     if not (is_native(q, cache) and has_kernel(D, H, cache.shape[2])):
         return ref.paged_attention_ref(q, cache, rows.tables, rows.spans)

@@ -33,7 +33,7 @@ def load() -> dict:
     if _C is None:
         warnings.warn(
             f"the kernels are not built ({MISSING}): operations run in plain torch, slower. To "
-            "build them: pip install -e . (it needs a C++ compiler)",
+            "build them: pip install -e . (it needs g++)",
             stacklevel=2,
         )
         return {}

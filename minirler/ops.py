@@ -241,9 +241,9 @@ def group_advantages(rewards, offsets, scored, normalize, eps, flat):
     borders = [0, *offsets.tolist(), R]
     if len(offsets) < 1 or borders != sorted(borders) or borders[1] or borders[-2] != R:
         raise ValueError(f"offsets have to rise from 0 to the {R} rewards")
-    if not is_native(rewards.float()):
-        return ref.group_advantages_ref(rewards, offsets, scored, normalize, eps, flat)
     out = torch.empty(R, dtype=torch.float32, device=rewards.device)
+    if not is_native(out):
+        return ref.group_advantages_ref(rewards, offsets, scored, normalize, eps, flat)
     rewards, offsets, scored = (x.contiguous() for x in (rewards, offsets, scored))
     launch("group_advantages", rewards.device, rewards, offsets, scored, len(offsets) - 1,
            NORMALIZE[normalize], eps, flat, out)  # fmt: skip

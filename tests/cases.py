@@ -269,11 +269,14 @@ def impossible_tokens_are_never_drawn_and_undefined_rows_say_so(device):
 # ------------------------------------------------------------------------------ attention
 
 
-def attention_loop(q, k, v):
-    """Causal attention of one sequence whose last len(q) tokens ask, in float64; differentiable."""
+def attention_loop(q, k, v, scale=None):
+    """Causal attention of one sequence whose last len(q) tokens ask, in float64; differentiable.
+
+    `scale` of the scores, default D ** -0.5.
+    """
     group, before = q.shape[1] // k.shape[1], len(k) - len(q)
     k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.double(), k) / q.shape[2] ** 0.5
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * (scale or q.shape[2] ** -0.5)
     seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
     return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -math.inf).softmax(-1), v)
 
@@ -294,9 +297,8 @@ class Cached:
             _, k, v = (torch.cat(x) for x in zip(*self.data, strict=True))
             kv_write_(self.cache, k, v, self.rows([0] * len(lengths), lengths).slots)
 
-    def rows(self, starts, ends, some=None):
-        tables = self.tables if some is None else [self.tables[i] for i in some]
-        return paged_rows(tables, starts, ends, len(self.cache), self.cache.shape[3],
+    def rows(self, starts, ends):
+        return paged_rows(self.tables, starts, ends, len(self.cache), self.cache.shape[3],
                           self.cache.device)
 
     def ask(self, starts, splits=None):

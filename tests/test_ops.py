@@ -512,9 +512,9 @@ def test_without_a_compiler_the_package_installs_warns_and_works(tmp_path):
     command = [sys.executable, "setup.py", "build_ext", "--inplace"]
     done = subprocess.run(command, cwd=tmp_path, env=broken, capture_output=True, text=True)
     assert done.returncode == 0 and "WARNING: minirler._C was not built" in done.stderr
-    strict = subprocess.run(command, cwd=tmp_path, env=broken | {"MINIRLER_NATIVE": "require"},
-                            capture_output=True)
-    assert strict.returncode
+    for strict in ({"MINIRLER_NATIVE": "require"}, {"MINIRLER_CUDA": "1"}, {"MINIRLER_CUDA": "on"}):
+        asked = subprocess.run(command, cwd=tmp_path, env=broken | strict, capture_output=True)
+        assert asked.returncode, strict
     plain = os.environ | {"PYTHONPATH": "", "MINIRLER_OPS": ""}
     # an editable install would find its own _C for this copy
     code = ("import runpy, sys; sys.meta_path = [f for f in sys.meta_path if not getattr(f, "

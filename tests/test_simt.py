@@ -14,8 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import attention_loop, randn
 from simt import build
 
+from minirler.attention import GROUPS, HEAD_DIMS
+from minirler.attention import KEY_CHUNK as CHUNK
 from minirler.noise import gumbel_noise, noise_key
 from minirler.ops_ref import sample_ref
 
@@ -23,7 +26,6 @@ HERE = Path(__file__).parent
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)
 SEEDS = [None, "1", "7"]
-CHUNK = 256  # keys, kChunkKeys of kernels.h
 
 
 @pytest.fixture(scope="module")
@@ -40,11 +42,6 @@ def at(tensor):
 
 def is_bf16(tensor):
     return int(tensor.dtype == torch.bfloat16)
-
-
-def draws(*shape, dtype=torch.float32, seed=0, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=generator) * scale).to(dtype)
 
 
 def close(ours, exact, dtype):
@@ -85,7 +82,7 @@ def sample(simt, x, keys, counters, temperature=1.0, num_valid=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_alignment_changes_no_bit(simt, dtype):
-    rows = draws(3, 4104, dtype=dtype, scale=3)
+    rows = 3 * randn(3, 4104, dtype=dtype)
     targets, keys, counters = torch.tensor([0, 4, 4100]), [1, 2, 3], [(0, 0, i) for i in range(3)]
     for shift in range(1, 8):
         view = torch.empty(3 * 4111 + 16, dtype=dtype)[shift:][: 3 * 4111].view(3, 4111)
@@ -111,7 +108,7 @@ def test_a_target_that_does_not_exist_is_not_read(simt):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_counters_and_keys_of_any_size_give_the_noise_of_the_twin(simt, dtype):
-    x = draws(4, 130, dtype=dtype)
+    x = randn(4, 130, dtype=dtype)
     counters = [(0, 0, 0), (7, 1, 3), (2**32 - 1, 5, 2**31), (1, 2**32 - 1, 8)]
     keys = [noise_key(3, "a"), noise_key(3, "b"), 2**64 - 1, 0]
     ids, logps = sample(simt, x, keys, counters, 0.7)
@@ -148,13 +145,13 @@ class Paged:
         for table, held in zip(self.tables, order.int().split(blocks), strict=True):
             table[: len(held)] = held
         self.k = [
-            draws(length, K, D, dtype=dtype, seed=10 + r) for r, (length, _) in enumerate(rows)
+            randn(length, K, D, dtype=dtype, seed=10 + r) for r, (length, _) in enumerate(rows)
         ]
         self.v = [
-            draws(length, K, D, dtype=dtype, seed=90 + r) for r, (length, _) in enumerate(rows)
+            randn(length, K, D, dtype=dtype, seed=90 + r) for r, (length, _) in enumerate(rows)
         ]
         self.q = [
-            draws(count, K * G, D, dtype=dtype, seed=50 + r) for r, (_, count) in enumerate(rows)
+            randn(count, K * G, D, dtype=dtype, seed=50 + r) for r, (_, count) in enumerate(rows)
         ]
         self.lengths, self.cu_seqlens = lengths, torch.cat((torch.zeros(1), counts.cumsum(0))).int()
         self.scale = D**-0.5
@@ -184,16 +181,8 @@ class Paged:
     def exact(self):
         """In float64, one query at a time."""
         return torch.cat(
-            [naive(*row, self.scale) for row in zip(self.q, self.k, self.v, strict=True)]
+            [attention_loop(*row, self.scale) for row in zip(self.q, self.k, self.v, strict=True)]
         )
-
-
-def naive(q, k, v, scale):
-    """q [Tq, H, D], the last of k's tokens; k and v [T, K, D] -> float64 [Tq, H, D]."""
-    k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
-    hidden = torch.ones(scores.shape[1:]).triu(len(k) - len(q) + 1).bool()
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
 def packed(simt, q, k, v, borders, scale):
@@ -215,9 +204,6 @@ def packed_gradients(simt, q, k, v, borders, scale, grad_out):
     return grads
 
 
-GROUPS, HEAD_DIMS = (1, 2, 4, 8), (32, 64, 128)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("G", GROUPS)
 @pytest.mark.parametrize("D", HEAD_DIMS)
@@ -230,7 +216,7 @@ def test_paged_attention_is_that_of_float64_and_packed_attention_has_its_bits(si
     for i, (length, count) in enumerate(rows):
         if not count:
             continue
-        pad = draws(length - count, *paged.q[i].shape[1:], dtype=dtype, seed=99)
+        pad = randn(length - count, *paged.q[i].shape[1:], dtype=dtype, seed=99)
         borders = torch.tensor([0, length], dtype=torch.int32)
         whole, _ = packed(simt, torch.cat((pad, paged.q[i])), paged.k[i], paged.v[i], borders,
                           paged.scale)  # fmt: skip
@@ -267,12 +253,12 @@ def test_scores_of_any_size_neither_overflow_nor_hide_a_nan(simt):
 @pytest.mark.parametrize("D, G", [(32, 1), (32, 8), (64, 2), (128, 4)])
 def test_packed_gradients_are_those_of_float64(simt, D, G, dtype):
     borders, K = torch.tensor([0, 1, 6, 6, 25], dtype=torch.int32), 2 if G == 1 else 1
-    q, grad_out = (draws(25, K * G, D, dtype=dtype, seed=seed) for seed in (1, 4))
-    k, v = (draws(25, K, D, dtype=dtype, seed=seed) for seed in (2, 3))
+    q, grad_out = (randn(25, K * G, D, dtype=dtype, seed=seed) for seed in (1, 4))
+    k, v = (randn(25, K, D, dtype=dtype, seed=seed) for seed in (2, 3))
     ours = packed_gradients(simt, q, k, v, borders, D**-0.5, grad_out)
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     parts = zip(*(x.split([1, 5, 0, 19]) for x in exact), strict=True)
-    torch.cat([naive(*part, D**-0.5) for part in parts]).backward(grad_out.double())
+    torch.cat([attention_loop(*part) for part in parts]).backward(grad_out.double())
     for got, want in zip(ours, exact, strict=True):
         tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]  # out is rounded in between
         torch.testing.assert_close(got.double(), want.grad, rtol=tolerance, atol=tolerance)
@@ -298,7 +284,7 @@ def test_cache_writes_and_copies_are_exact_and_touch_nothing_else(simt, D, shift
     cache = torch.full((size + shift,), 7.0, dtype=dtype)[shift:]
     cache = cache.view(blocks, 2, K, block_size, D)
     expected, fields = cache.clone(), (at(cache), is_bf16(cache), blocks, K, block_size, D)
-    k, v = draws(4, K, D, dtype=dtype), draws(4, K, D, dtype=dtype, seed=1)
+    k, v = randn(4, K, D, dtype=dtype), randn(4, K, D, dtype=dtype, seed=1)
     slots = torch.tensor([5, 0, -1, 15])
     simt["kv_write"](*fields, at(k), at(v), at(slots), 4, 0)
     for i, slot in enumerate(slots.tolist()):
@@ -319,9 +305,9 @@ def test_cache_writes_and_copies_are_exact_and_touch_nothing_else(simt, D, shift
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_order_of_threads_and_blocks_changes_no_bit(simt, dtype, monkeypatch):
-    x, targets = draws(3, 1029, dtype=dtype), torch.tensor([1, 2, 1028])
+    x, targets = randn(3, 1029, dtype=dtype), torch.tensor([1, 2, 1028])
     paged = Paged(simt, [(CHUNK + 9, 2), (7, 1)], 1, 2, 32, 16, dtype)
-    q, k, v = (draws(9, heads, 32, dtype=dtype, seed=heads) for heads in (4, 2, 2))
+    q, k, v = (randn(9, heads, 32, dtype=dtype, seed=heads) for heads in (4, 2, 2))
     borders = torch.tensor([0, 2, 9], dtype=torch.int32)
     results = []
     for seed in SEEDS:

@@ -6,6 +6,7 @@ A library is named by the hash of what it is made of, and is built once.
 """
 
 import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -123,6 +124,7 @@ SIGNATURES = {  # as in kernels.h
 }
 
 
+@functools.cache
 def launchers() -> dict | None:
     """The launchers by name; None without a compiler.
 
