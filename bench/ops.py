@@ -62,8 +62,8 @@ def logprob(share: float) -> dict:
             table = torch.log_softmax(logits.float(), -1)
             return table.gather(1, targets[:, None]).sum(), -(table.exp() * table).sum(-1)
 
-        def ours(logits=logits, targets=targets):
-            logps, entropy, _ = ops.logprob(logits, targets)
+        def ours(reuse=False, logits=logits, targets=targets):
+            logps, entropy, _ = ops.logprob(logits, targets, reuse=reuse)
             return logps.sum(), entropy
 
         def both(forward, outputs=1, logits=logits):
@@ -74,15 +74,20 @@ def logprob(share: float) -> dict:
         rate = bandwidth(size)
         with torch.no_grad():
             mine, torchs = seconds(ours), seconds(naive, 3)
-        mine_both, torchs_both = (seconds(lambda f=f: both(f), 3) for f in (ours, naive))
+        torchs_both, with_entropy, apart, mine_both = (
+            seconds(lambda f=f, n=n: both(f, n), 3)
+            for f, n in ((naive, 1), (naive, 2), (ours, 1), (lambda: ours(reuse=True), 1))
+        )  # the last one overwrites the logits
         name = f"logprob {N} x {V} {str(dtype)[6:]}"
         report(f"{name}", mine, {"torch": torchs}, size / rate, f"read {size / 1e6:.0f} MB")
-        with_entropy = seconds(lambda: both(naive, 2), 3)
         peers = {"torch": torchs_both, "torch, entropy's gradient too": with_entropy}
-        report("  with backward", mine_both, peers, 3 * size / rate, "read twice, write once")
+        limit = 3 * size / rate, "read twice, write once"
+        report("  with backward", apart, peers, *limit)
+        report("  with backward, reuse", mine_both, peers, *limit)
         results = {
             "logprob_fwd_speedup": torchs / mine,
             "logprob_fwdbwd_speedup": torchs_both / mine_both,
+            "logprob_fwdbwd_speedup_new_memory": torchs_both / apart,
             "logprob_fwdbwd_speedup_over_entropy_gradient": with_entropy / mine_both,
         }
     return results

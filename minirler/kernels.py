@@ -72,3 +72,13 @@ def backend() -> str:
     if "cuda" in NATIVE and torch.cuda.is_available():
         return "cuda"
     return "cpu" if "cpu" in NATIVE else "torch"
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [N, V] itself where each row is contiguous, else a copy."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def contiguous(x: torch.Tensor | None) -> torch.Tensor | None:
+    """x.contiguous(), None for None."""
+    return None if x is None else x.contiguous()

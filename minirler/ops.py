@@ -21,28 +21,29 @@ from torch.library import custom_op
 
 from . import ops_ref as ref
 from .attention import kv_copy_, kv_write_, packed_attention, paged_attention
-from .kernels import DTYPES, backend, is_native, launch
+from .kernels import DTYPES, backend, contiguous, in_rows, is_native, launch
 from .noise import gumbel_noise
 
 NORMALIZE = {"none": 0, "std": 1, "std1": 2}
 HEAD_ROWS = 16384  # of the head's gradient at once, where the product cannot be added in place
 
 
-def logprob(logits, targets, mask=None, temperature=1.0, num_valid=None):
+def logprob(logits, targets, mask=None, temperature=1.0, num_valid=None, reuse=False):
     """(log-prob of each target, entropy, logsumexp of its row), float32 [N]; the first with grad.
 
     logits [N, V] of any float dtype (-inf is a token that cannot be drawn), targets [N] int64 below
     `num_valid` (default V), mask [N] bool. All are those of softmax(logits[:, :num_valid] /
     temperature), and 0 where mask is False, with a gradient of exactly 0, whatever stands there.
+    `reuse`: the backward pass writes the gradient over the logits, where nobody needs them later.
     ValueError: shapes, dtypes, a target out of range, a temperature that is not above 0.
     """
     num_valid = check_rows(*logits.shape, targets, mask, temperature, num_valid)
-    return logprob_op(logits, targets, mask, float(temperature), num_valid)
+    return logprob_op(logits, targets, mask, float(temperature), num_valid, reuse)
 
 
 @custom_op("minirler::logprob", mutates_args=())
 def logprob_op(logits: Tensor, targets: Tensor, mask: Tensor | None, temperature: float,
-               num_valid: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+               num_valid: int, reuse: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`logprob` without the checks."""
     if not is_native(logits):
         return ref.logprob_ref(logits, targets, mask, temperature, num_valid)
@@ -53,7 +54,7 @@ def logprob_op(logits: Tensor, targets: Tensor, mask: Tensor | None, temperature
 
 
 @logprob_op.register_fake
-def _(logits, targets, mask, temperature, num_valid):
+def _(logits, targets, mask, temperature, num_valid, reuse):
     return three_rows(logits)
 
 
@@ -70,21 +71,27 @@ def _(grad_logps, logits, targets, mask, lse, temperature, num_valid):
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
+@custom_op("minirler::logprob_reuse", mutates_args={"logits"})
+def logprob_reuse_op(logits: Tensor, grad_logps: Tensor, targets: Tensor, mask: Tensor | None,
+                     lse: Tensor, temperature: float, num_valid: int) -> None:  # fmt: skip
+    """`logprob_backward_op` into the logits themselves, contiguous."""
+    logprob_backward_(logits, grad_logps, logits, targets, mask, lse, temperature, num_valid)
+
+
 def logprob_backward_(grad, grad_logps, logits, targets, mask, lse, temperature, num_valid):
     """Write the gradient of the logits to `grad`, contiguous, which may be the logits' own."""
     if not is_native(logits):
         arguments = grad_logps, logits, targets, mask, lse, temperature, num_valid
         return grad.copy_(ref.logprob_backward_ref(*arguments))
     logits, targets, mask = in_rows(logits), targets.contiguous(), contiguous(mask)
-    grad_logps = grad_logps.contiguous()
     launch("logprob_backward", logits.device, *fields(logits, temperature, num_valid), targets,
-           mask, lse, grad_logps, grad, grad.shape[1])  # fmt: skip
+           mask, lse, grad_logps.contiguous(), grad, grad.shape[1])  # fmt: skip
     return grad
 
 
 def save_logprob(ctx, inputs, output):
     """What the backward pass of `logprob` needs."""
-    logits, targets, mask, *ctx.settings = inputs
+    logits, targets, mask, *ctx.settings, ctx.reuse = inputs
     ctx.mark_non_differentiable(output[1], output[2])
     ctx.save_for_backward(logits, targets, mask, output[2])
 
@@ -92,8 +99,12 @@ def save_logprob(ctx, inputs, output):
 def backward_of_logprob(ctx, grad_logps, _entropy, _lse):
     """Gradients of the inputs of `logprob`."""
     logits, targets, mask, lse = ctx.saved_tensors
-    grad = logprob_backward_op(grad_logps, logits, targets, mask, lse, *ctx.settings)
-    return grad, None, None, None, None
+    if ctx.reuse and logits.is_contiguous():
+        grad = logits.detach()
+        logprob_reuse_op(grad, grad_logps, targets, mask, lse, *ctx.settings)
+    else:
+        grad = logprob_backward_op(grad_logps, logits, targets, mask, lse, *ctx.settings)
+    return grad, None, None, None, None, None
 
 
 logprob_op.register_autograd(backward_of_logprob, setup_context=save_logprob)
@@ -124,7 +135,7 @@ def token_logps_op(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, 
     out = tuple(torch.zeros_like(x) for x in three_rows(hidden))
     for part in mask.nonzero()[:, 0].split(chunk):  # synchronises on a GPU: the count shapes work
         results = logprob_op(F.linear(hidden[part], head[:num_valid]), targets[part], None,
-                             temperature, num_valid)  # no name: two chunks' logits never exist
+                             temperature, num_valid, False)  # no name: one chunk's logits exist
         for whole, x in zip(out, results, strict=True):
             whole[part] = x
     return out
@@ -264,8 +275,7 @@ def check_rows(N, V, targets, mask, temperature, num_valid):
     if targets.shape != (N,) or targets.dtype != torch.int64:
         raise ValueError(f"targets are {targets.dtype} {list(targets.shape)}, not int64 [{N}]")
     if targets.device.type == "cpu":  # elsewhere it would wait; the kernel gives NaN there
-        wrong = (targets < 0) | (targets >= num_valid)
-        wrong = wrong if mask is None else wrong & mask
+        wrong = ((targets < 0) | (targets >= num_valid)) & (True if mask is None else mask)
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise ValueError(f"target {targets[row]} of row {row} is not below {num_valid}")
@@ -280,16 +290,6 @@ def three_rows(like):
 def fields(logits, temperature, num_valid):
     """The fields of `Logits` in csrc/kernels.h."""
     return logits, DTYPES[logits.dtype], *logits.shape, logits.stride(0), num_valid, temperature
-
-
-def in_rows(x):
-    """x [N, V] itself where each row is contiguous, else a copy."""
-    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
-
-
-def contiguous(x):
-    """x.contiguous(), None for None."""
-    return None if x is None else x.contiguous()
 
 
 OPS = (logprob, token_logps, group_advantages, sample, kv_write_, kv_copy_, paged_attention,

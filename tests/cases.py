@@ -173,6 +173,26 @@ def the_gradient_may_take_the_place_of_the_logits(device):
 
 
 @case
+def reused_logits_give_the_same_gradient_and_cannot_be_read_by_autograd_afterwards(device):
+    hidden, head = randn(3, 6, device=device), randn(35, 6, seed=1, device=device)
+    targets, mask = targets_of(3, 30, device), torch.tensor([True, False, True], device=device)
+    grads = []
+    for reuse in (False, True):
+        x = hidden.clone().requires_grad_()
+        logits = x @ head.T
+        logps = ops.logprob(logits, targets, mask, 0.7, 30, reuse)[0]
+        squares = logits.square().sum()
+        logps.sum().backward(retain_graph=True)
+        grads.append(x.grad.clone())
+        if reuse:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                squares.backward()
+        else:
+            squares.backward()
+    assert torch.equal(*grads)
+
+
+@case
 def the_fused_head_equals_the_whole_logits_with_gradients(device):
     for dtype, trim, chunk in ((F32, 0, 64), (F32, 2, 2), (BF16, 1, 3)):
         hidden, head = randn(7, 6, seed=2, device=device), randn(13, 6, seed=3, device=device)

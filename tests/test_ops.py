@@ -433,15 +433,16 @@ def operations():
     lse = ops.logprob(x.detach(), targets, mask, *settings)[2]
     inputs = [cases.randn(9, n, 32, seed=n).requires_grad_() for n in (4, 2, 2)]
     borders = torch.tensor([0, 4, 9], dtype=torch.int32)
-    yield torch.ops.minirler.logprob, (x, targets, mask, *settings)
-    yield torch.ops.minirler.logprob, (x.detach().bfloat16(), targets, None, *settings)
+    yield torch.ops.minirler.logprob, (x, targets, mask, *settings, False)
+    yield torch.ops.minirler.logprob, (x.detach().bfloat16(), targets, None, *settings, False)
     yield torch.ops.minirler.logprob_backward, (lse, x.detach(), targets, mask, lse, *settings)
+    yield torch.ops.minirler.logprob_reuse, (x.detach().clone(), lse, targets, mask, lse, *settings)
     yield torch.ops.minirler.token_logps, (hidden, head, targets, mask, *settings, 2)
     if "cpu" in kernels.NATIVE:
         yield torch.ops.minirler.packed_attention, (*inputs, borders)
 
 
-@pytest.mark.parametrize("index", range(5))
+@pytest.mark.parametrize("index", range(6))
 def test_operations_obey_the_rules_of_torch_library(index):
     listed = list(operations())
     if index == len(listed):
