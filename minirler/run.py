@@ -28,6 +28,7 @@ from .config import Config, ConfigError, asset_path, flatten, load_config, to_to
 from .data import PromptOrder, read_prompts, read_system_prompt
 from .evolve import dataset_rubrics
 from .judge import Judge
+from .linear import invariant_rows, set_rows_
 from .lm import OpenAILM
 from .log import MetricsLog, Timers
 from .offline import OfflineLM
@@ -167,13 +168,19 @@ def open_run(config: Config) -> Run:
     saved = checkpoint.load_latest(folder)
     model = load_model(saved.path / "model" if saved else path, config.model.dtype)
     _check_sizes(config, model, len(prompts))
+    reference = load_model(path, config.model.dtype) if config.algo.beta else None
+    if config.train.deterministic:
+        products = [p for p in model.parameters() if p.dim() == 2]
+        rows = invariant_rows([*products, model.head_weight()[: tokenizer.num_valid]])
+        for policy in filter(None, (model, reference)):
+            set_rows_(policy, rows)
     sampler_settings = dataclasses.asdict(config.sampler)
     sampler = Sampler(model, num_valid=tokenizer.num_valid, **sampler_settings)
     corpus, timers = _corpus(config, folder, world), Timers()
     judge_lm, generator = _language_models(config)
     run = Run(
         config, folder, tokenizer, model,
-        reference=load_model(path, config.model.dtype) if config.algo.beta else None,
+        reference=reference,
         optimizer=torch.optim.AdamW(
             model.parameters(), lr=config.train.lr, weight_decay=config.train.weight_decay
         ),

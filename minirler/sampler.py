@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
 from . import ops
 from .attention import kv_copy_, kv_write_, paged_attention, paged_rows
 from .blocks import BlockPool
+from .linear import product
 from .noise import noise_key
 from .scheduler import Chunk, Scheduler
 
@@ -212,7 +212,8 @@ class Sampler:
 
     def _sample(self, rows: list[int], hidden: torch.Tensor) -> list[Token]:
         """One token for each row from its hidden state [B, d]."""
-        logits = F.linear(hidden, self.model.head_weight()[: self.num_valid])  # [B, V]
+        head = self.model.head_weight()[: self.num_valid]
+        logits = product(hidden, head, self.model.rows)  # [B, V]
         groups: dict[tuple, list[int]] = {}  # rows of like settings share one call
         for i, row in enumerate(rows):
             p = self._sequences[row].params
