@@ -67,7 +67,8 @@ def product(x: Tensor, weight: Tensor, rows: tuple[int, ...] = PLAIN) -> Tensor:
     multiple, most = rows or (1, count)
     spare = -count % multiple
     if count + spare <= most:
-        return F.linear(F.pad(x, (0, 0, 0, spare)), weight)[:count] if spare else F.linear(x, weight)
+        x = F.pad(x, (0, 0, 0, spare)) if spare else x
+        return F.linear(x, weight)[:count]
     out = x.new_empty(count, len(weight))
     for piece, place in zip(x.split(most), out.split(most), strict=True):
         if len(piece) % multiple:

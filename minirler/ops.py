@@ -5,8 +5,8 @@ one definition: float32 whatever the model computes in, the tempered *full* soft
 `num_valid` vocabulary entries (the rows beyond are padding that no tokenizer can name), and noise
 that depends on nothing but its key and counter.
 
-Arguments are checked here. A kernel computes where there is one for the device and the dtype
-(`kernels`), plain torch elsewhere (`ops_ref`). Attention and its cache stand in `attention`.
+Arguments are checked here; kernels compute (`kernels`), or plain torch (`ops_ref`). Attention and
+its cache stand in `attention`, products of whole batches in `linear`.
 
     python -m minirler.ops        one line an op with the backend that runs it
 
@@ -118,27 +118,25 @@ def token_logps(hidden, head, targets, mask, temperature=1.0, num_valid=None, ch
     """`logprob` of the logits hidden @ head.T, of which only `chunk` rows exist at a time.
 
     hidden [N, d], head [V, d], targets [N] int64, mask [N] bool -> (logps, entropy), float32 [N].
-    Rows outside the mask are not computed: both results are 0 there and the gradient is exactly 0,
-    whatever their hidden state or target holds. The backward pass computes the logits again, turns
-    them into their gradient in place, and adds up the head's gradient in float32. `rows`: `linear`.
+    Rows outside the mask are not computed: results and gradient are exactly 0 there. The backward
+    pass computes the logits again, turns them into their gradient in place, and adds up the head's
+    gradient in float32. `rows`: see `linear`.
     """
-    num_valid = check_rows(len(hidden), len(head), targets, mask, temperature, num_valid)
+    chunks = check_rows(len(hidden), len(head), targets, mask, temperature, num_valid), chunk, rows
     if hidden.shape[1:] != head.shape[1:] or hidden.dtype != head.dtype or chunk < 1:
         raise ValueError(f"hidden is {hidden.dtype} {list(hidden.shape)}, head {head.dtype} "
                          f"{list(head.shape)}, chunk {chunk}: they do not fit")  # fmt: skip
-    settings = float(temperature), num_valid, chunk, rows
-    return token_logps_op(hidden, head, targets, mask, *settings)[:2]
+    return token_logps_op(hidden, head, targets, mask, float(temperature), *chunks)[:2]
 
 
 @custom_op("minirler::token_logps", mutates_args=())
 def token_logps_op(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, temperature: float,
-                   num_valid: int, chunk: int, rows: list[int]
-                   ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                   num_valid: int, chunk: int, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, logsumexp) of `token_logps`."""
     out = tuple(torch.zeros_like(x) for x in three_rows(hidden))
     for part in mask.nonzero()[:, 0].split(chunk):  # synchronises on a GPU: the count shapes work
-        results = logprob_op(product(hidden[part], head[:num_valid], rows), targets[part],
-                             None, temperature, num_valid, False)  # no name: one chunk's logits exist
+        results = logprob_op(product(hidden[part], head[:num_valid], rows), targets[part], None,
+                             temperature, num_valid, False)  # no name: one chunk's logits exist
         for whole, x in zip(out, results, strict=True):
             whole[part] = x
     return out
@@ -169,8 +167,8 @@ def token_logps_backward_op(
 
 
 @token_logps_backward_op.register_fake
-def _(grad_logps, hidden, head, targets, mask, lse, temperature, num_valid, chunk, rows, wants_head):
-    return torch.empty_like(hidden), head.new_empty(head.shape if wants_head else 0)
+def _(grad_logps, hidden, head, targets, mask, lse, *settings):
+    return torch.empty_like(hidden), head.new_empty(head.shape if settings[-1] else 0)
 
 
 def add_products_(grad, x, head, grad_head):

@@ -196,7 +196,7 @@ class Sampler:
 
         def attend(layer, q, k, v):
             kv_write_(self.cache[layer], k, v, rows.slots)
-            return paged_attention(q, self.cache[layer], rows)
+            return paged_attention(q, self.cache[layer], rows, None, bool(self.model.rows))
 
         ids, positions = (torch.tensor(x, device=device) for x in (ids, positions))
         return self.model(ids, positions, attend)
