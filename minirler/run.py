@@ -78,10 +78,10 @@ class Run:
         """A search on behalf of the rubric generator."""
         return self.corpus.search(query, self.config.tools.results)
 
-    def next_prompts(self) -> list[Prompt]:
-        """The prompts of this step."""
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next `count` prompts of the order."""
         names = list(self.prompts)
-        return [self.prompts[names[i]] for i in self.order.next(self.config.rollout.prompts)]
+        return [self.prompts[names[i]] for i in self.order.next(count)]
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ConfigError for one that is too long."""
@@ -171,9 +171,10 @@ def open_run(config: Config) -> Run:
     sampler = Sampler(model, num_valid=tokenizer.num_valid, **sampler_settings)
     corpus, timers = _corpus(config, folder, world), Timers()
     judge_lm, generator = _language_models(config)
+    is_pulled_back = config.algo.beta and config.algo.reference == "first"
     run = Run(
         config, folder, tokenizer, model,
-        reference=load_model(path, config.model.dtype) if config.algo.beta else None,
+        reference=load_model(path, config.model.dtype) if is_pulled_back else None,
         optimizer=torch.optim.AdamW(
             model.parameters(), lr=config.train.lr, weight_decay=config.train.weight_decay
         ),
