@@ -13,7 +13,7 @@ from test_train import settings
 from minirler import train as loop
 from minirler.grpo import group_advantages, kl_terms, policy_loss
 from minirler.run import open_run
-from minirler.update import borders, update
+from minirler.update import advantages_of, borders, rollout_kl, update
 
 ROLLOUTS = list(product(range(3), repeat=2))
 GAIN = torch.tensor([0.3, -1.2, 0.5, 2.0, 0.1, -0.4, 0.9, -0.7, 1.1], dtype=torch.float64)
@@ -220,6 +220,17 @@ def test_kl_in_the_reward_is_that_of_a_plain_forward_of_the_reference(tmp_path):
         ref = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
         sums.append((old - ref)[is_sampled].sum().item())
     assert update(run, groups)["kl_in_reward"] == pytest.approx(sum(sums) / len(sums), rel=1e-4)
+
+
+def test_kl_in_the_reward_favours_the_rollouts_that_the_reference_likes(tmp_path):
+    run, groups = sampled(tmp_path / "sign", "algo.kl_in=reward", "algo.beta=0.5")
+    groups[0].rewards = [1.0] * len(groups[0].rewards)
+    with torch.no_grad():
+        run.reference.head_weight().mul_(0.5)
+    rollouts, index = groups[0].rollouts, torch.zeros(len(groups[0].rollouts), dtype=torch.int64)
+    kl = rollout_kl(run, rollouts, torch.ones(len(rollouts), dtype=torch.bool))
+    advantages, _ = advantages_of(run, groups[:1], rollouts, index)
+    assert torch.equal(torch.tensor(advantages).argsort(), (-kl).argsort())
 
 
 def test_a_reference_of_the_step_pulls_back_only_after_its_first_update(tmp_path):
