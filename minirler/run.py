@@ -43,7 +43,8 @@ from .weights import load_model, save_model
 from .world import World, make_prompt, make_world
 
 # What may differ between a run folder's settings and those it is resumed with.
-MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints"}
+MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints",
+              "monitor.stop", "monitor.patience"}  # fmt: skip
 LOGS = ("metrics.jsonl", "rubrics.jsonl")
 
 

@@ -170,6 +170,14 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class MonitorConfig:
+    """Alarms of `monitor`. They are always told; ending the run is a choice."""
+
+    stop: bool = False  # an alarm that lasts ends the run, after a checkpoint
+    patience: int = 3  # steps in a row that it has to last
+
+
+@dataclass(frozen=True)
 class SFTConfig:
     """The cold start: its optimiser and the size of the model that it makes."""
 
@@ -206,6 +214,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
 
 
@@ -219,7 +228,7 @@ LEAST = {
     "rubrics.evolve_every": 1, "rubrics.max_new": 1, "rubrics.max_rollout_chars": 1,
     "train.steps": 0, "train.mini_batches": 1, "train.epochs": 1, "train.micro_batch_tokens": 1,
     "train.logits_chunk": 1, "train.checkpoint_every": 1, "train.keep_checkpoints": 1,
-    "eval.prompts": 1, "sft.steps": 1, "sft.batch": 1, "sft.vocab_size": 282,
+    "eval.prompts": 1, "monitor.patience": 1, "sft.steps": 1, "sft.batch": 1, "sft.vocab_size": 282,
     "sft.hidden_size": 1, "sft.num_layers": 1, "sft.num_heads": 1, "sft.num_kv_heads": 1,
     "sft.head_dim": 2, "sft.intermediate_size": 1,
 }  # fmt: skip

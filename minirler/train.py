@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from . import monitor
 from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
@@ -49,8 +50,13 @@ async def train(run: Run) -> None:
         run.step += 1
         report(run, groups, metrics, time.monotonic() - started)
         run.capture()
-        if run.step % settings.checkpoint_every == 0 or run.step == settings.steps:
+        lasting = monitor.lasting(run.log.rows, run.config.monitor.patience)
+        ends = bool(lasting) and run.config.monitor.stop
+        if ends or run.step % settings.checkpoint_every == 0 or run.step == settings.steps:
             run.save()
+        if ends:
+            say(f"stopped (monitor.stop): {', '.join(lasting)}")
+            break
 
 
 async def sample_and_score(run: Run) -> list[Group]:
@@ -165,10 +171,16 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
     row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
     row |= {f"judge/{name}": x for name, x in vars(run.judge.take_counts()).items()}
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
+    row |= monitor.indicators(groups)
+    ringing = monitor.lasting(run.log.rows, 1)
+    row["alarms"] = monitor.alarms([*run.log.rows, row])
     run.notes.clear()
     run.record(groups, row)
     left = run.config.train.steps - run.step
     say(step_line(run.step, run.config.train.steps, row, left * seconds))
+    for name in row["alarms"]:
+        if name not in ringing:  # told once, where it begins
+            say(f"  alarm {name}: {monitor.ALARMS[name][1]}")
 
 
 def mean(values: list[float]) -> float | None:
