@@ -183,7 +183,8 @@ def open_run(config: Config) -> Run:
         engine=RolloutEngine(
             sampler, tokenizer, _executor(config, corpus), timers=timers,
             max_tokens=config.rollout.max_tokens, max_tool_calls=config.rollout.max_tool_calls,
-            stop_ids=stop_ids(path, tokenizer), deterministic=config.train.deterministic,
+            stop_ids=stop_ids(path, tokenizer), stop=(config.rollout.stop,),
+            deterministic=config.train.deterministic,
             tool_wait_steps=config.rollout.tool_wait_steps,
         ),
         judge=Judge(judge_lm, config.judge), generator=generator, corpus=corpus,

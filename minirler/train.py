@@ -216,6 +216,7 @@ def main(argv: list[str] | None = None) -> int:
             torch.set_num_threads(config.run.threads)
         say(table(config))
         run = open_run(config)
+        say(run.sampler.room(config.rollout.max_prompt_tokens + config.rollout.max_tokens))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
