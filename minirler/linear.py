@@ -4,8 +4,8 @@ A library adds up a row in an order that depends on how many rows there are: the
 fill no vector, go through other code, and where the work is split over threads there are more of
 those. Sampler and trainer see a token in batches of other heights, so that their log-probs differ
 in the last bits. In a deterministic run a product is made in pieces of at most `most` rows, each
-filled up to a multiple of `multiple`. That leaves few heights, and `invariant_rows` tries them all
-before the run starts: on one kind of CPU the bits change below 8 rows, on another everywhere.
+filled up to a multiple of `multiple`. That leaves few heights, and `make_invariant_` tries them
+all before the run starts: on one kind of CPU the bits change below 8 rows, on another everywhere.
 
 `rows` is () for the plain product, else (multiple, most). The heights of each of CANDIDATES are
 among those of the ones before it, so which one is taken changes the speed, never a bit.
@@ -78,26 +78,30 @@ def product(x: Tensor, weight: Tensor, rows: tuple[int, ...] = PLAIN) -> Tensor:
     return out
 
 
+def make_invariant_(models: list[nn.Module], num_valid: int | None = None) -> tuple[int, int]:
+    """Let each `Qwen3` of one size keep to the first of CANDIDATES that changes no bit; returns it.
+
+    Tried with one weight of each shape, the head's first `num_valid` rows, and torch's present
+    number of threads. ValueError where none will do.
+    """
+    layers = [module for module in models[0].modules() if isinstance(module, Linear)]
+    weights = [layer.weight for layer in layers] + [models[0].head_weight()[:num_valid]]
+    weights = list({weight.shape: weight.detach() for weight in weights}.values())
+    for rows in CANDIDATES:
+        if all(is_invariant(weight, *rows) for weight in weights):
+            for model in models:
+                set_rows_(model, rows)
+            return rows
+    raise ValueError("this machine's matrix products depend on the batch in each way that was tried"
+                     f" {CANDIDATES}: set train.deterministic=false")  # fmt: skip
+
+
 def set_rows_(model: nn.Module, rows: tuple[int, ...]) -> None:
     """Let every product of a `Qwen3` keep to `rows`, its head's included."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.rows = rows
     model.rows = rows
-
-
-def invariant_rows(weights: list[Tensor]) -> tuple[int, int]:
-    """The first of CANDIDATES whose products with these weights have rows of the same bits.
-
-    With the threads that torch has now; of weights of the same shape one is tried. ValueError where
-    none has.
-    """
-    weights = list({(w.shape, w.dtype): w.detach() for w in weights}.values())
-    for rows in CANDIDATES:
-        if all(is_invariant(weight, *rows) for weight in weights):
-            return rows
-    raise ValueError("the matrix products of this machine depend on the batch in each way that was "
-                     f"tried {CANDIDATES}: set train.deterministic=false")  # fmt: skip
 
 
 def is_invariant(weight: Tensor, multiple: int, most: int) -> bool:

@@ -21,7 +21,7 @@ from torch.library import custom_op
 from . import ops_ref as ref
 from .attention import kv_copy_, kv_write_, packed_attention, paged_attention
 from .kernels import DTYPES, backend, contiguous, in_rows, is_native, launch
-from .linear import PLAIN, product
+from .linear import product
 from .noise import gumbel_noise
 
 NORMALIZE = {"none": 0, "std": 1, "std1": 2}
@@ -113,8 +113,7 @@ logprob_op.register_autograd(backward_of_logprob, setup_context=save_logprob)
 # ------------------------------------------------------------------------------ fused head
 
 
-def token_logps(hidden, head, targets, mask, temperature=1.0, num_valid=None, chunk=1024,
-                rows=PLAIN):  # fmt: skip
+def token_logps(hidden, head, targets, mask, temperature=1.0, num_valid=None, chunk=1024, rows=()):
     """`logprob` of the logits hidden @ head.T, of which only `chunk` rows exist at a time.
 
     hidden [N, d], head [V, d], targets [N] int64, mask [N] bool -> (logps, entropy), float32 [N].
@@ -199,8 +198,8 @@ def save_token_logps(ctx, inputs, output):
 
 def backward_of_token_logps(ctx, grad_logps, _entropy, _lse):
     """Gradients of the inputs of `token_logps`."""
-    settings = *ctx.settings, ctx.needs_input_grad[1]
-    grad_hidden, grad_head = token_logps_backward_op(grad_logps, *ctx.saved_tensors, *settings)
+    settings = *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[1]
+    grad_hidden, grad_head = token_logps_backward_op(grad_logps, *settings)
     return grad_hidden, grad_head if settings[-1] else None, *[None] * 6
 
 

@@ -28,7 +28,7 @@ from .config import Config, ConfigError, asset_path, flatten, load_config, to_to
 from .data import PromptOrder, read_prompts, read_system_prompt
 from .evolve import dataset_rubrics
 from .judge import Judge
-from .linear import invariant_rows, set_rows_
+from .linear import make_invariant_
 from .lm import OpenAILM
 from .log import MetricsLog, Timers
 from .offline import OfflineLM
@@ -44,7 +44,8 @@ from .weights import load_model, save_model
 from .world import World, make_prompt, make_world
 
 # What may differ between a run folder's settings and those it is resumed with.
-MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints"}
+MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints",
+              "monitor.stop", "monitor.patience"}  # fmt: skip
 LOGS = ("metrics.jsonl", "rubrics.jsonl")
 
 
@@ -79,10 +80,10 @@ class Run:
         """A search on behalf of the rubric generator."""
         return self.corpus.search(query, self.config.tools.results)
 
-    def next_prompts(self) -> list[Prompt]:
-        """The prompts of this step."""
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next `count` prompts of the order."""
         names = list(self.prompts)
-        return [self.prompts[names[i]] for i in self.order.next(self.config.rollout.prompts)]
+        return [self.prompts[names[i]] for i in self.order.next(count)]
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ConfigError for one that is too long."""
@@ -167,13 +168,11 @@ def open_run(config: Config) -> Run:
     folder = _open_folder(config)
     saved = checkpoint.load_latest(folder)
     model = load_model(saved.path / "model" if saved else path, config.model.dtype)
-    _check_sizes(config, model, len(prompts))
-    reference = load_model(path, config.model.dtype) if config.algo.beta else None
+    is_pulled_back = config.algo.beta and config.algo.reference == "first"
+    reference = load_model(path, config.model.dtype) if is_pulled_back else None
     if config.train.deterministic:
-        products = [p for p in model.parameters() if p.dim() == 2]
-        rows = invariant_rows([*products, model.head_weight()[: tokenizer.num_valid]])
-        for policy in filter(None, (model, reference)):
-            set_rows_(policy, rows)
+        make_invariant_([model, reference] if reference else [model], tokenizer.num_valid)
+    _check_sizes(config, model, len(prompts))
     sampler_settings = dataclasses.asdict(config.sampler)
     sampler = Sampler(model, num_valid=tokenizer.num_valid, **sampler_settings)
     corpus, timers = _corpus(config, folder, world), Timers()
@@ -188,7 +187,8 @@ def open_run(config: Config) -> Run:
         engine=RolloutEngine(
             sampler, tokenizer, _executor(config, corpus), timers=timers,
             max_tokens=config.rollout.max_tokens, max_tool_calls=config.rollout.max_tool_calls,
-            stop_ids=stop_ids(path, tokenizer), deterministic=config.train.deterministic,
+            stop_ids=stop_ids(path, tokenizer), stop=(config.rollout.stop,),
+            deterministic=config.train.deterministic,
             tool_wait_steps=config.rollout.tool_wait_steps,
         ),
         judge=Judge(judge_lm, config.judge), generator=generator, corpus=corpus,

@@ -467,6 +467,14 @@ def test_gradients_are_the_differences_of_results(backend, monkeypatch):
             lambda h, w: ops.token_logps(h, w, targets, mask, 0.7, chunk=2)[0], (h, w), **wide)
 
 
+def test_autograd_refuses_to_read_logits_that_were_reused():
+    logits = 1.0 * cases.randn(3, 9).requires_grad_()
+    squares = logits.square().sum()
+    ops.logprob(logits, torch.tensor([0, 1, 2]), reuse=True)[0].sum().backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
 def test_the_fused_head_is_its_plain_twin():
     hidden, head, targets, mask = problem(9, 31)
     got = ops.token_logps(hidden, head, targets, mask, 0.7, 30, chunk=4)
