@@ -181,8 +181,8 @@ def add_products_(grad, x, head, grad_head, rows=()):
     kind = torch.float32 if is_slow else x.dtype
     x, grad_x = x.to(kind), torch.zeros_like(x, dtype=torch.float32)
     for first in range(0, len(head), HEAD_ROWS):
-        rows = slice(first, first + HEAD_ROWS)
-        part, weight = grad[:, rows].to(kind), head[rows].to(kind)
+        some = slice(first, first + HEAD_ROWS)
+        part, weight = grad[:, some].to(kind), head[some].to(kind)
         grad_x += product(part, weight.T, rows)
         if len(grad_head):
             grad_head[first: first + len(weight)] += part.T @ x

@@ -34,6 +34,7 @@ from .log import MetricsLog, Timers
 from .offline import OfflineLM
 from .qwen3 import Qwen3
 from .records import LM, Group, Prompt
+from .replay import step_path, trace
 from .rollout import RolloutEngine
 from .rubrics import RubricBuffer
 from .sampler import Sampler
@@ -98,9 +99,9 @@ class Run:
 
     def record(self, groups: list[Group], metrics: dict) -> None:
         """Write one step: its traces, rubric events and metrics."""
-        path = self.folder / "rollouts" / f"step_{self.step:06d}.jsonl"
         lines = (json.dumps(trace(group), ensure_ascii=False) for group in groups)
-        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        text = "".join(line + "\n" for line in lines)
+        step_path(self.folder, self.step).write_text(text, encoding="utf-8")
         with open(self.folder / "rubrics.jsonl", "a", encoding="utf-8") as file:
             for event in self.buffer.drain_events():
                 file.write(json.dumps({"step": self.step} | event, ensure_ascii=False) + "\n")
@@ -135,26 +136,6 @@ class Run:
         buffer = hashlib.sha256(json.dumps(self.buffer.state(), sort_keys=True).encode())
         parts = {"weights": weights, "buffer": buffer, "traces": traces}
         return {name: part.hexdigest() for name, part in parts.items()}
-
-
-def trace(group: Group) -> dict:
-    """A group as JSON: enough to judge it again or to look at it. No times, so that it replays."""
-    return {
-        "prompt": dataclasses.asdict(group.prompt),
-        "criteria": [dataclasses.asdict(c) for c in group.criteria],
-        "verdicts": group.verdicts,
-        "components": group.components,
-        "rewards": group.rewards,
-        "rollouts": [
-            dataclasses.asdict(r)
-            | {"calls": [(dataclasses.asdict(c), _timeless(result)) for c, result in r.calls]}
-            for r in group.rollouts
-        ],
-    }
-
-
-def _timeless(result) -> dict:
-    return {k: v for k, v in dataclasses.asdict(result).items() if k != "seconds"}
 
 
 def open_run(config: Config) -> Run:

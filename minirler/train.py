@@ -1,6 +1,7 @@
 """The loop: sample, judge, evolve, advantage, pack, step, sync.
 
     python -m minirler.train [CONFIG] [key=value ...]
+    python -m minirler.train replay=RUN         # run again, and tell the first difference
 
 Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and
 no network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves
@@ -13,19 +14,22 @@ together and kept (`run`).
 import asyncio
 import json
 import sys
+import tempfile
 import time
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from . import monitor
-from .config import ConfigError, load_config, table
+from .config import ConfigError, flatten, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups
 from .log import Bar, before_after, say, step_line
 from .records import Group, Prompt, Rollout
+from .replay import first_difference, num_steps
 from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
@@ -34,14 +38,16 @@ from .update import update
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
 
 
-async def train(run: Run) -> None:
-    """Train from where the run stands to `train.steps`. Cancelling is safe at every await: the
-    state is whole at a step border, and nothing before `update` touches the weights."""
+async def train(run: Run, until: int | None = None) -> None:
+    """Train from where the run stands to step `until` (default: `train.steps`). Cancelling is safe
+    at every await: the state is whole at a step border, and nothing before `update` touches the
+    weights."""
     settings = run.config.train
+    until = settings.steps if until is None else until
     while True:
         if is_evaluation_due(run):
             await hold_out(run)
-        if run.step >= settings.steps:
+        if run.step >= until:
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
@@ -208,10 +214,51 @@ async def supervise(run: Run) -> int:
     return 0
 
 
+def replay(folder: Path) -> str | None:
+    """Run what `folder` holds again in a scratch folder next to it, step by step; returns the first
+    difference in words, None if there is none.
+
+    Raises ConfigError for a run that need not come out the same.
+    """
+    config, steps = load_config([str(folder / "config.toml")]), num_steps(folder)
+    fixed = {"train.deterministic": True, "judge.backend": "offline", "tools.backend": "local"}
+    for name, wanted in fixed.items():
+        if (value := flatten(config)[name]) != wanted:
+            raise ConfigError(f"{folder} had {name} = {value!r}: only {wanted!r} can be replayed")
+    torch.set_num_threads(config.run.threads or torch.get_num_threads())
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-replay-", dir=folder.parent) as scratch:
+        run = open_run(replace(config, run=replace(config.run, dir=scratch)))
+        run.held_out.clear()  # evaluations change nothing that is compared
+        for step in range(1, steps + 1):
+            asyncio.run(train(run, step))
+            if difference := first_difference(folder, run.folder, step):
+                return difference
+        stored, hashes = folder / "hashes.json", run.hashes()
+        old = json.loads(stored.read_text()) if stored.exists() else hashes
+        # those of an earlier end say nothing of the steps that came after it
+        if old["traces"] == hashes["traces"] and old != hashes:
+            return f"step {steps}: hashes {old}, in the replay {hashes}"
+    return None
+
+
+def main_replay(folder: Path) -> int:
+    """`replay=RUN`: 0 where the run came out the same, 1 where not, 2 where it cannot be run."""
+    try:
+        difference = replay(folder)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    say(difference or f"{folder}: all {num_steps(folder)} steps came out the same")
+    return int(difference is not None)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line. What the user can mend (setting, file, disk) is an error of one line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) == 1 and argv[0].startswith("replay="):
+        return main_replay(Path(argv[0].removeprefix("replay=")))
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
+        config = load_config(argv, DEFAULT)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         say(table(config))
