@@ -43,10 +43,10 @@ def step_path(folder: Path, step: int) -> Path:
 
 
 def num_steps(folder: Path) -> int:
-    """How many steps a run folder holds. ValueError where one in between is missing."""
+    """How many steps a run folder holds. ValueError where there is none, or one is missing."""
     names = [path.stem for path in (folder / "rollouts").glob("step_*.jsonl")]
     steps = sorted(int(name.removeprefix("step_")) for name in names)
-    if steps != list(range(1, len(steps) + 1)):
+    if not steps or steps != list(range(1, len(steps) + 1)):
         raise ValueError(f"{folder / 'rollouts'} lacks a step: it holds {steps}")
     return len(steps)
 

@@ -220,12 +220,13 @@ def replay(folder: Path) -> str | None:
 
     Raises ConfigError for a run that need not come out the same.
     """
-    config, steps = load_config([str(folder / "config.toml")]), num_steps(folder)
+    config = load_config([str(folder / "config.toml")])
     fixed = {"train.deterministic": True, "judge.backend": "offline", "tools.backend": "local"}
     for name, wanted in fixed.items():
         if (value := flatten(config)[name]) != wanted:
             raise ConfigError(f"{folder} had {name} = {value!r}: only {wanted!r} can be replayed")
     torch.set_num_threads(config.run.threads or torch.get_num_threads())
+    steps = num_steps(folder)
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-replay-", dir=folder.parent) as scratch:
         run = open_run(replace(config, run=replace(config.run, dir=scratch)))
         run.held_out.clear()  # evaluations change nothing that is compared
