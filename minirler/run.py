@@ -32,6 +32,7 @@ from .lm import OpenAILM
 from .log import MetricsLog, Timers
 from .offline import OfflineLM
 from .qwen3 import Qwen3
+from .recording import Cache
 from .records import LM, Group, Prompt
 from .rollout import RolloutEngine
 from .rubrics import RubricBuffer
@@ -44,7 +45,7 @@ from .world import World, make_prompt, make_world
 
 # What may differ between a run folder's settings and those it is resumed with.
 MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints",
-              "monitor.stop", "monitor.patience"}  # fmt: skip
+              "monitor.stop", "monitor.patience", "run.services"}  # fmt: skip
 LOGS = ("metrics.jsonl", "rubrics.jsonl")
 
 
@@ -171,7 +172,7 @@ def open_run(config: Config) -> Run:
     sampler_settings = dataclasses.asdict(config.sampler)
     sampler = Sampler(model, num_valid=tokenizer.num_valid, **sampler_settings)
     corpus, timers = _corpus(config, folder, world), Timers()
-    judge_lm, generator = _language_models(config)
+    judge_lm, generator = _language_models(config, folder)
     is_pulled_back = config.algo.beta and config.algo.reference == "first"
     run = Run(
         config, folder, tokenizer, model,
@@ -275,16 +276,15 @@ def _executor(config: Config, corpus: LocalSearch) -> Executor:
     )  # fmt: skip
 
 
-def _language_models(config: Config) -> tuple[LM, LM]:
+def _language_models(config: Config, folder: Path) -> tuple[LM, LM]:
     """(judge, rubric generator)."""
     judge = config.judge
     if judge.backend == "offline":
         return OfflineLM(), OfflineLM()
-    lm = OpenAILM(
-        judge.model, judge.base_url, judge.api_key_env, judge.max_concurrent, judge.deadline_s
-    )
-    name = config.rubrics.generator_model
-    return lm, lm.with_model(name) if name else lm
+    cache = Cache(folder / "services.sqlite", config.run.services)
+    lm = OpenAILM(judge.model, judge.base_url, judge.api_key_env, judge.max_concurrent,
+                  judge.deadline_s, cache=cache)  # fmt: skip
+    return lm, lm.with_model(name) if (name := config.rubrics.generator_model) else lm
 
 
 def _check_sizes(config: Config, model: Qwen3, num_prompts: int) -> None:

@@ -14,6 +14,7 @@ class RunConfig:
     dir: str = "runs/run"  # the run folder; an existing one is resumed
     seed: int = 0
     threads: int = 0  # CPU threads of torch; 0 leaves torch's own choice
+    services: str = "record"  # their replies are kept in the run folder; "replay": asked from there
 
 
 @dataclass(frozen=True)
@@ -245,6 +246,7 @@ REFUSED = dict.fromkeys(
     "another policy; lower rollout.temperature instead",
 )
 CHOICES = {
+    "run.services": ("record", "replay", "live"),
     "model.dtype": ("float32", "bfloat16"),
     "tools.backend": ("local",),
     "judge.backend": ("offline", "openai"),
