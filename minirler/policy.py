@@ -36,7 +36,8 @@ def batch_logps(
 
     hidden = model(batch.ids, batch.positions, attend)  # [N, d]
     head = model.head_weight()  # [V, d]
-    return token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+    settings = temperature, num_valid, chunk, model.rows
+    return token_logps(hidden, head, batch.targets, batch.mask, *settings)
 
 
 def set_lr_(

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .linear import PLAIN, Linear, linear
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -76,6 +78,7 @@ class Qwen3(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.config = config
+        self.rows = PLAIN  # `linear.set_rows_` sets it
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -97,7 +100,17 @@ class Qwen3(nn.Module):
         attend(layer, q [N, H, D], k [N, K, D], v [N, K, D]) -> [N, H, D]; it owns the causal mask,
         the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype.
         """
-        return self.model(ids, positions, attend)
+        count = len(ids)
+        spare = -count % self.rows[0] if self.rows else 0
+        if not spare:
+            return self.model(ids, positions, attend)
+
+        def attend_count(layer, *qkv):
+            return F.pad(attend(layer, *(x[:count] for x in qkv)), (0, 0, 0, 0, 0, spare))
+
+        # filled up here, once, not in each product; the tokens added reach no other
+        ids, positions = (F.pad(x, (0, spare)) for x in (ids, positions))
+        return self.model(ids, positions, attend_count)[:count]
 
     def head_weight(self) -> Tensor:
         """The output matrix [V, d]: the embedding itself where the two are tied."""
@@ -118,7 +131,7 @@ class Qwen3(nn.Module):
             return mixed.transpose(1, 2).reshape(rows * time, -1, q.shape[-1])
 
         hidden = self(ids.flatten(), positions, attend)  # [N, d]
-        return F.linear(hidden, self.head_weight()).float().view(rows, time, -1)
+        return linear(hidden, self.head_weight(), self.rows).float().view(rows, time, -1)
 
 
 class Decoder(nn.Module):
@@ -164,10 +177,10 @@ class Attention(nn.Module):
         width, bias = config.hidden_size, config.attention_bias
         q_width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, q_width, bias=bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(q_width, width, bias=bias)
+        self.q_proj = Linear(width, q_width, bias=bias)
+        self.k_proj = Linear(width, kv_width, bias=bias)
+        self.v_proj = Linear(width, kv_width, bias=bias)
+        self.o_proj = Linear(q_width, width, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -185,9 +198,9 @@ class MLP(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

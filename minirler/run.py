@@ -28,6 +28,7 @@ from .config import Config, ConfigError, asset_path, flatten, load_config, to_to
 from .data import PromptOrder, read_prompts, read_system_prompt
 from .evolve import dataset_rubrics
 from .judge import Judge
+from .linear import make_invariant_
 from .lm import OpenAILM
 from .log import MetricsLog, Timers
 from .offline import OfflineLM
@@ -168,15 +169,18 @@ def open_run(config: Config) -> Run:
     folder = _open_folder(config)
     saved = checkpoint.load_latest(folder)
     model = load_model(saved.path / "model" if saved else path, config.model.dtype)
+    is_pulled_back = config.algo.beta and config.algo.reference == "first"
+    reference = load_model(path, config.model.dtype) if is_pulled_back else None
+    if config.train.deterministic:
+        make_invariant_([model, reference] if reference else [model], tokenizer.num_valid)
     _check_sizes(config, model, len(prompts))
     sampler_settings = dataclasses.asdict(config.sampler)
     sampler = Sampler(model, num_valid=tokenizer.num_valid, **sampler_settings)
     corpus, timers = _corpus(config, folder, world), Timers()
     judge_lm, generator = _language_models(config, folder)
-    is_pulled_back = config.algo.beta and config.algo.reference == "first"
     run = Run(
         config, folder, tokenizer, model,
-        reference=load_model(path, config.model.dtype) if is_pulled_back else None,
+        reference=reference,
         optimizer=torch.optim.AdamW(
             model.parameters(), lr=config.train.lr, weight_decay=config.train.weight_decay
         ),

@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
 from . import ops
 from .attention import kv_copy_, kv_write_, packed_attention, paged_attention, paged_rows
 from .blocks import BlockPool
+from .linear import product
 from .noise import noise_key
 from .scheduler import Chunk, Scheduler
 
@@ -209,7 +209,7 @@ class Sampler:
 
         def attend(layer, q, k, v):
             kv_write_(self.cache[layer], k, v, rows.slots)
-            return paged_attention(q, self.cache[layer], rows)
+            return paged_attention(q, self.cache[layer], rows, None, bool(self.model.rows))
 
         ids, positions = (torch.tensor(x, device=device) for x in (ids, positions))
         return self.model(ids, positions, attend)
@@ -225,7 +225,8 @@ class Sampler:
 
     def _sample(self, rows: list[int], hidden: torch.Tensor) -> list[Token]:
         """One token for each row from its hidden state [B, d]."""
-        logits = F.linear(hidden, self.model.head_weight()[: self.num_valid])  # [B, V]
+        head = self.model.head_weight()[: self.num_valid]
+        logits = product(hidden, head, self.model.rows)  # [B, V]
         groups: dict[tuple, list[int]] = {}  # rows of like settings share one call
         for i, row in enumerate(rows):
             p = self._sequences[row].params
@@ -266,7 +267,7 @@ class Sampler:
 
         hidden = self.model(ids, torch.arange(len(ids), device=ids.device), attend)[:-1]
         everywhere = torch.ones(len(hidden), dtype=torch.bool, device=ids.device)
-        settings = ids[1:], everywhere, temperature, self.num_valid
+        settings = ids[1:], everywhere, temperature, self.num_valid, 1024, self.model.rows
         return ops.token_logps(hidden, self.model.head_weight(), *settings)[0].tolist()
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, keys=None) -> list[Sample]:
