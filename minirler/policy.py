@@ -34,9 +34,10 @@ def batch_logps(
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(q, k, v, batch.cu_seqlens, deterministic)
 
-    hidden = model(batch.ids, batch.positions, attend)  # [N, d]
-    head = model.head_weight()  # [V, d]
-    return token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+    def read(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:  # [N, d], [V, d]
+        return token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+
+    return model(batch.ids, batch.positions, attend, read)
 
 
 def set_lr_(

@@ -22,8 +22,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Read = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Qwen3(nn.Module):
         self.config = config
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -90,14 +92,20 @@ class Qwen3(nn.Module):
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm.
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, read: Read | None = None):
+        """Hidden states after the final norm, or what `read` makes of them and the head.
 
         ids, positions: int64 [N], packed; a position counts from 0 within its own sequence.
         attend(layer, q [N, H, D], k [N, K, D], v [N, K, D]) -> [N, H, D]; it owns the causal mask,
-        the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype.
+        the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype,
+        or read(hidden [N, d], head [V, d]): a head in shards is whole within this call only.
         """
-        return self.model(ids, positions, attend)
+        hidden = self.model(ids, positions, attend)
+        if read is None:
+            return hidden
+        if self.config.tie_word_embeddings:
+            return read(hidden, self.model.embed_tokens.weight)
+        return self.lm_head(hidden, read)
 
     def head_weight(self) -> Tensor:
         """The output matrix [V, d]: the embedding itself where the two are tied."""
@@ -119,6 +127,13 @@ class Qwen3(nn.Module):
 
         hidden = self(ids.flatten(), positions, attend)  # [N, d]
         return F.linear(hidden, self.head_weight()).float().view(rows, time, -1)
+
+
+class Head(nn.Linear):
+    """The output matrix where it is not the embedding."""
+
+    def forward(self, hidden: Tensor, read: Read = F.linear):
+        return read(hidden, self.weight)
 
 
 class Decoder(nn.Module):
@@ -148,8 +163,16 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.is_checkpointed = False  # keep the layer's input alone, compute the rest again
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.is_checkpointed and torch.is_grad_enabled():
+            settings = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(self.run, x, cos, sin, attend, **settings)
+        return self.run(x, cos, sin, attend)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The layer itself."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 

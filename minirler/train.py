@@ -1,10 +1,12 @@
 """The loop: sample, judge, evolve, advantage, pack, step, sync.
 
     python -m minirler.train [CONFIG] [key=value ...]
+    torchrun --nproc-per-node 8 -m minirler.train [CONFIG] [key=value ...]
 
 Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and
 no network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves
-and ends; a second Ctrl-C ends at once.
+and ends; a second Ctrl-C ends at once. Several ranks share a step's prompts, then its tokens; each
+holds all groups and the same rubric buffer. Ctrl-C ends them after the step.
 
 Not here: how a step of the loop is done (each is a module of its own), and how the parts are put
 together and kept (`run`).
@@ -13,25 +15,31 @@ together and kept (`run`).
 import asyncio
 import json
 import math
+import signal
 import sys
 import time
+import traceback
+from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
 import torch
 
 from .config import ConfigError, load_config, table
+from .dist import whole
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups, group_advantages, policy_loss
 from .log import Bar, before_after, say, step_line
 from .pack import MicroBatch, pack
 from .policy import batch_logps, set_lr_
+from .ranks import Ranks, join
 from .records import Group, Rollout
 from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
 
+MAX_SKIPS = 3  # steps in a row without a finite loss and gradient, after which a run ends
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
 
 
@@ -47,18 +55,28 @@ async def train(run: Run) -> None:
         started = time.monotonic()
         groups = await sample_and_score(run)
         metrics = update(run, groups)
+        run.policy.sync_()
         run.sampler.weights_changed()
         run.step += 1
         report(run, groups, metrics, time.monotonic() - started)
         run.capture()
-        if run.step % settings.checkpoint_every == 0 or run.step == settings.steps:
+        is_lost, is_ending = run.skips >= MAX_SKIPS, any(run.ranks.gather(run.should_end))
+        is_due = run.step % settings.checkpoint_every == 0 or run.step == settings.steps
+        if is_lost or is_ending or is_due:
             run.save()
+        if is_lost:
+            raise FloatingPointError(
+                f"loss or gradient was not finite in {run.skips} steps in a row; step {run.step} is"
+                f" saved in {run.folder}: lower train.lr, or look at its rollouts"
+            )
+        if is_ending:
+            raise asyncio.CancelledError
 
 
 async def sample_and_score(run: Run) -> list[Group]:
     """The groups of one step, in prompt order. A group is judged while the others still decode."""
     cfg = run.config.rollout
-    prompts = run.next_prompts()
+    prompts = run.ranks.share(run.next_prompts())
     ids = [run.prompt_ids(prompt) for prompt in prompts]
     params = SamplingParams(temperature=cfg.temperature, seed=run.config.run.seed)
     scoring = []
@@ -69,16 +87,34 @@ async def sample_and_score(run: Run) -> list[Group]:
                 scoring.append(asyncio.create_task(score(run, rollouts)))
     with run.timers("judge"):
         groups = {group.prompt.id: group for group in await asyncio.gather(*scoring)}
-    return [groups[prompt.id] for prompt in prompts]
+    return exchange(run, [groups[prompt.id] for prompt in prompts])
+
+
+def exchange(run: Run, groups: list[Group]) -> list[Group]:
+    """The groups of all ranks in prompt order, of this rank's; all buffers then agree."""
+    mine = {group.prompt.id for group in groups}
+    groups = run.ranks.unshare(groups)
+    for group in groups:
+        if group.prompt.id not in mine:
+            for method, arguments in group.changes:
+                getattr(run.buffer, method)(group.prompt.id, *arguments)
+    run.notes = [note for notes in run.ranks.gather(run.notes) for note in notes]
+    return groups
 
 
 async def score(run: Run, rollouts: list[Rollout]) -> Group:
     """Judge one group: by persistent rubrics, and by evolving ones from its own contrast."""
     cfg, buffer, prompt = run.config.rubrics, run.buffer, run.prompts[rollouts[0].prompt_id]
+    changes = []
+
+    def change(method: str, *arguments) -> None:
+        changes.append((method, arguments))
+        getattr(buffer, method)(prompt.id, *arguments)
+
     with run.timers("judge"):
         if not any(rubric.kind == "persistent" for rubric in buffer.criteria(prompt.id)):
             rubrics, why = await persistent_rubrics(run.generator, run.search, prompt, cfg)
-            buffer.add(prompt.id, rubrics)
+            change("add", rubrics)
             run.notes += [why] if why else []
         new = []
         if cfg.evolve and run.step % cfg.evolve_every == 0:
@@ -87,14 +123,14 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
             )
             run.notes += [why] if why else []
         if cfg.score_new == "same_step":
-            buffer.add(prompt.id, new)
-        group = Group(prompt, rollouts, buffer.criteria(prompt.id))
+            change("add", new)
+        group = Group(prompt, rollouts, buffer.criteria(prompt.id), changes=changes)
         answers = [rollout.answer for rollout in rollouts]
         group.verdicts = await run.judge.score_group(prompt.question, answers, group.criteria)
         outcome = apply_(group, run.config.reward, run.config.judge)
-        buffer.observe(prompt.id, [c.id for c in group.criteria], outcome.observed)
+        change("observe", [c.id for c in group.criteria], outcome.observed)
         if cfg.score_new == "next_visit":
-            buffer.add(prompt.id, new)
+            change("add", new)
     return group
 
 
@@ -110,42 +146,49 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
     flat = flat_groups(values, index, scored)  # [R]
     kept = scored & ~flat if algo.flat_groups == "drop" else scored
     wanted = [a if k else None for a, k in zip(advantages.tolist(), kept.tolist(), strict=True)]
-    batches = pack(rollouts, wanted, settings.micro_batch_tokens)
-    denominator = sum(batch.token_count() for batch in batches)
-    metrics = {"flat_share": (flat & scored).float().mean().item(), "trained_tokens": denominator}
-    metrics["packed_tokens"] = sum(len(batch.ids) for batch in batches)
+    ranks = run.ranks
+    batches = pack(rollouts, wanted, settings.micro_batch_tokens, ranks.rank, ranks.size)
+    counts = ranks.total({
+        "trained_tokens": sum(batch.token_count() for batch in batches),
+        "packed_tokens": sum(len(batch.ids) for batch in batches),
+    })  # fmt: skip
+    denominator = counts["trained_tokens"]
+    metrics = {"flat_share": (flat & scored).float().mean().item()} | counts
     if not denominator:
         return metrics
     with run.timers("update"):
         parts = [backward(run, batch, denominator) for batch in batches]
         norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_grad_norm)
-        metrics |= {name: sum(part[name] for part in parts) for name in parts[0]}
+        norm = whole(norm)
+        metrics |= ranks.total({name: sum(part[name] for part in parts) for name in parts[0]})
         # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both.
+        # Both are sums over all ranks, the same on each, and so is what follows from them.
         is_finite = math.isfinite(norm) and math.isfinite(metrics["loss"])
         if is_finite:
             schedule = settings.schedule, run.step, settings.steps, settings.warmup_steps
             set_lr_(run.optimizer, settings.lr, *schedule)
             run.optimizer.step()
         run.optimizer.zero_grad(set_to_none=True)
+        run.skips = 0 if is_finite else run.skips + 1
     return metrics | {"grad_norm": norm.item(), "skipped": float(not is_finite)}
 
 
 def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:
     """Gradient of one micro-batch; the numbers are its shares of the step's means over tokens."""
     algo, temperature = run.config.algo, run.config.rollout.temperature
-    cfg = run.config.train
+    cfg, batch = run.config.train, batch.to(run.ranks.device)
     settings = temperature, run.tokenizer.num_valid, cfg.logits_chunk, cfg.deterministic
     ref_logps = None
     if run.reference is not None:
         with torch.no_grad():
             ref_logps, _ = batch_logps(run.reference, batch, *settings)  # [N]
-    logps, entropy = batch_logps(run.model, batch, *settings)  # [N]
+    logps, entropy = batch_logps(run.policy.trained, batch, *settings)  # [N]
     loss, stats = policy_loss(
         logps, batch.old_logps, batch.advantages, batch.mask, denominator=denominator,
         clip_low=algo.clip_low, clip_high=algo.clip_high,
         ref_logps=ref_logps, kl=algo.kl, beta=algo.beta,
     )  # fmt: skip
-    loss.backward()
+    (loss * run.ranks.size).backward()  # as FSDP takes the mean over the ranks
     share = batch.token_count() / denominator
     shares = {name: share * value for name, value in stats.items()}
     return {"loss": loss.item(), "entropy": entropy.sum().item() / denominator} | shares
@@ -165,10 +208,10 @@ async def hold_out(run: Run) -> None:
     with Bar(len(run.held_out), "held out") as bar:
         row = await evaluate(
             run.engine, run.world, run.held_out, [run.prompt_ids(p) for p in run.held_out],
-            run.config.eval.temperature, run.config.run.seed, run.step, bar,
+            run.config.eval.temperature, run.config.run.seed, run.step, run.ranks, bar,
         )  # fmt: skip
     run.evaluations[run.step] = row
-    run.log.write({"step": run.step} | {f"held_out/{name}": x for name, x in row.items()})
+    run.write({f"held_out/{name}": x for name, x in row.items()})
     run.timers.reset()
     say(f"held out at step {run.step}: gold coverage {row['gold']:.3f}, {row['tokens']:.0f} tokens")
 
@@ -194,7 +237,8 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
         "seconds": seconds, "tokens_per_s": tokens / seconds,
     }  # fmt: skip
     row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
-    row |= {f"judge/{name}": x for name, x in vars(run.judge.take_counts()).items()}
+    counts = run.ranks.gather(vars(run.judge.take_counts()))
+    row |= {f"judge/{name}": add(part[name] for part in counts) for name in counts[0]}
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
     run.notes.clear()
     run.record(groups, row)
@@ -207,9 +251,20 @@ def mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def add(parts: Iterator) -> float | str:
+    """The sum over the ranks; of texts the first that says something."""
+    first, *others = parts
+    for other in others:
+        first = first or other if isinstance(first, str) else first + other
+    return first
+
+
 async def supervise(run: Run) -> int:
     """`train`, then the table of what it brought. The first Ctrl-C cancels this task: save and
-    end."""
+    end. One of several ranks must not leave the others in mid-step: it waits for the step's end."""
+    if run.ranks.size > 1:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, run.end_soon)
     try:
         await train(run)
     except asyncio.CancelledError:
@@ -221,28 +276,45 @@ async def supervise(run: Run) -> int:
         say(f"\nheld-out questions, step {first} -> step {last}")
         say(before_after(run.evaluations[first], run.evaluations[last], dict(METRICS)))
     hashes = run.hashes()
-    (run.folder / "hashes.json").write_text(json.dumps(hashes, indent=1) + "\n")
+    if run.ranks.is_first:
+        (run.folder / "hashes.json").write_text(json.dumps(hashes, indent=1) + "\n")
     say("hashes: " + "  ".join(f"{name} {value[:12]}" for name, value in hashes.items()))
     say(f"run folder: {run.folder}")
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Command line. What the user can mend (setting, file, disk) is an error of one line."""
+    """Command line; a rank that fails takes the others with it, and they say why."""
+    ranks = join()
+    try:
+        status = start(argv, ranks)
+    except BaseException as error:
+        if ranks.size > 1:
+            traceback.print_exc()
+        ranks.fail(error)
+        raise
+    ranks.leave()
+    return status
+
+
+def start(argv: list[str] | None, ranks: Ranks) -> int:
+    """Train. What the user can mend (setting, file, disk) is an error of one line."""
     try:
         config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         say(table(config))
-        run = open_run(config)
+        run = open_run(config, ranks)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        ranks.fail(error)
         return 2
     try:
         say(f"{run.folder}: {len(run.prompts)} prompts, {config.train.steps} steps, at {run.step}")
         return asyncio.run(supervise(run))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        ranks.fail(error)
         return 2
     except KeyboardInterrupt:
         return 130
