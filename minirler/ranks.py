@@ -24,7 +24,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 BEAT_S = 1.0  # between two looks at the others
 SILENT_S = 30.0  # without a sign of life a rank counts as dead
-TOLD_S = 10.0  # that a failed rank waits for the others to read why
+TOLD_S = 5.0  # that a failed rank waits for the others to read why
 # A rank may wait for the slowest rollout of another one; dead ranks are found by their silence.
 COLLECTIVE_S = 4 * 3600.0
 
