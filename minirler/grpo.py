@@ -67,7 +67,7 @@ def policy_loss(
     logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, *,
     denominator: float | Tensor, clip_low: float = 0.2, clip_high: float = 0.2,
     ref_logps: Tensor | None = None, kl: str = "k3", beta: float = 0.0,
-    ratio: str = "token", rollout: Tensor | None = None, truncate: float | None = None,
+    ratio: str = "token", segment: Tensor | None = None, truncate: float | None = None,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """Clipped policy loss plus beta * KL: a sum over trained tokens / `denominator`, 0-dim float32.
 
@@ -82,7 +82,7 @@ def policy_loss(
     [N], True where the token was sampled and counts; what stands elsewhere, NaN included, reaches
     neither loss nor gradient. denominator: the step's trained tokens; 0 gives 0, gradients too.
     ratio: "token"; "sequence", the product over a rollout (DR-Rubric, equation 7); "gspo", its
-    geometric mean. The last two need rollout [N] (each token's rollout; advantages are constant in
+    geometric mean. The last two need segment [N], each token's rollout (advantages are constant in
     one), average the KL over a rollout (equation 6) and count rollouts in `denominator`.
     truncate: truncated importance sampling instead of clipping, with the gradient of
     min(ratio, truncate) * A * logp: for stale rollouts, whose tokens clipping would silence.
@@ -90,8 +90,8 @@ def policy_loss(
     clip_high_frac (of ratios), kl, mismatch_kl (of tokens; k3 of sampler against trainer).
     ValueError: shapes differ, mask not bool, unknown names, something missing, denominator < 0.
     """
-    _check_names(kl, ratio, beta, denominator, ref_logps, rollout)
-    _check_shapes(mask, logps, old_logps, advantages, ref_logps, rollout)
+    _check_names(kl, ratio, beta, denominator, ref_logps, segment)
+    _check_shapes(mask, logps, old_logps, advantages, ref_logps, segment)
     if not denominator:
         mask = torch.zeros_like(mask)
     # Selecting comes first: 0 * NaN is NaN in a backward pass, what is left out has no part in it.
@@ -102,7 +102,7 @@ def policy_loss(
         penalty = kl_terms(ref_logps[mask].float() - logps, kl)
     per_token = {"kl": penalty, "mismatch_kl": kl_terms(log_ratio.detach(), "k3")}
     if ratio != "token":  # from here on [rollouts]
-        rows = _Rollouts(rollout[mask])
+        rows = _Rollouts(segment[mask])
         log_ratio = rows.sum(log_ratio) if ratio == "sequence" else rows.mean(log_ratio)
         penalty, advantages = rows.mean(penalty), rows.any_of(advantages)
     log_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
@@ -172,13 +172,13 @@ class _Rollouts:
         return out
 
 
-def _check_names(kl, ratio, beta, denominator, ref_logps, rollout) -> None:
+def _check_names(kl, ratio, beta, denominator, ref_logps, segment) -> None:
     if kl not in ("k1", "k2", "k3"):
         raise ValueError(f"kl {kl!r} is unknown: use 'k1', 'k2' or 'k3'")
     if ratio not in ("token", "sequence", "gspo"):
         raise ValueError(f"ratio {ratio!r} is unknown: use 'token', 'sequence' or 'gspo'")
-    if ratio != "token" and rollout is None:
-        raise ValueError(f"ratio {ratio!r} needs rollout, the index of the rollout of each token")
+    if ratio != "token" and segment is None:
+        raise ValueError(f"ratio {ratio!r} needs segment, the index of the rollout of each token")
     if beta and ref_logps is None:
         raise ValueError(f"beta {beta} needs ref_logps, the log-probs of the reference")
     if denominator < 0:

@@ -24,8 +24,9 @@ class MetricsLog:
     """Appends rows to RUN/metrics.jsonl, as JSON that strict readers accept.
 
     A row cut short by a kill is removed on opening; with `offset` (bytes, from a checkpoint) so is
-    everything after it, so that a resumed run repeats no row. Raises ConfigError for a folder that
-    cannot be written, ValueError for a file shorter than `offset`.
+    everything after it, so that a resumed run repeats no row. `rows` has all that the file has.
+    Raises ConfigError for a folder that cannot be written, ValueError for a file shorter than
+    `offset`, or a line in it that is no JSON.
     """
 
     def __init__(self, run_dir: Path | str, offset: int | None = None):
@@ -37,6 +38,7 @@ class MetricsLog:
             raise ConfigError(f"cannot write to {self.path}: {error.strerror}; "
                               "set run.dir to a folder that can be written") from None
         self._cut(offset)
+        self.rows = read_metrics(self.path)
         self._board = tensorboard_writer(Path(run_dir) / "tensorboard")
 
     def write(self, row: dict) -> None:
@@ -50,6 +52,7 @@ class MetricsLog:
         line = json.dumps(clean, allow_nan=False, ensure_ascii=False)
         self._file.write(line.encode("utf-8", "replace") + b"\n")
         self._file.flush()
+        self.rows.append(clean)
         if self._board:
             self._board.add(clean)
 

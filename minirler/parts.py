@@ -24,7 +24,8 @@ from .world import World, make_prompt, make_world
 
 # What may differ between a run folder's settings and those it is resumed with.
 MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints",
-              "train.checkpoint_activations", "dist.replicas", "dist.offload"}  # fmt: skip
+              "train.checkpoint_activations", "dist.replicas", "dist.offload", "monitor.stop",
+              "monitor.patience"}  # fmt: skip
 
 
 def open_folder(config: Config, ranks: Ranks) -> Path:

@@ -79,6 +79,11 @@ class Run:
         """What is optimised."""
         return self.policy.masters
 
+    @property
+    def rows(self) -> list[dict]:
+        """The lines of metrics so far; rank 0 has them."""
+        return self.log.rows if self.log else []
+
     def end_soon(self) -> None:
         """Save and end after this step."""
         self.should_end = True
@@ -87,10 +92,10 @@ class Run:
         """A search on behalf of the rubric generator."""
         return self.corpus.search(query, self.config.tools.results)
 
-    def next_prompts(self) -> list[Prompt]:
-        """The prompts of this step."""
+    def next_prompts(self, count: int) -> list[Prompt]:
+        """The next `count` prompts of the order."""
         names = list(self.prompts)
-        return [self.prompts[names[i]] for i in self.order.next(self.config.rollout.prompts)]
+        return [self.prompts[names[i]] for i in self.order.next(count)]
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt. Raises ConfigError for one that is too long."""
@@ -205,7 +210,7 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     run = Run(
         config, ranks, folder, tokenizer, policy,
         reference=open_reference(path, config.model.dtype, config.dist, ranks)
-        if config.algo.beta else None,
+        if config.algo.beta and config.algo.reference == "first" else None,
         optimizer=torch.optim.AdamW(
             policy.masters.parameters(), lr=config.train.lr,
             weight_decay=config.train.weight_decay,

@@ -62,6 +62,7 @@ class RolloutConfig:
     max_tokens: int = 16384  # tokens after the prompt, sampled and forced (tool output) together
     max_tool_calls: int = 10
     tool_wait_steps: int = 8  # deterministic mode: sampler steps from a call to its result
+    refill: int = 0  # times that new prompts are drawn in a step, for groups without a spread
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,14 @@ class AlgoConfig:
 
     clip_low: float = 0.2
     clip_high: float = 0.2
-    kl: str = "k3"  # estimate of the KL divergence from the first policy, times beta in the loss
-    beta: float = 0.0
+    ratio: str = "token"  # "sequence": of a whole rollout, a product; "gspo": its geometric mean
+    denominator: str = "tokens"  # trained ones; "max_tokens": rollouts x rollout.max_tokens, fixed
+    truncate: float = 0.0  # importance weights are cut here instead of clipped; 0: clipped
+    kl: str = "k3"  # estimate of the KL divergence from the reference, in the loss
+    kl_in: str = "loss"  # "reward": k1, taken off the reward of each rollout
+    beta: float = 0.0  # weight of the KL divergence
+    reference: str = "first"  # the first policy of the run; "step": that of the step's start
+    mask_overlong: bool = False  # rollouts cut at rollout.max_tokens are not trained on
     normalize: str = "std"  # of the population; "std1": of a sample; "none"
     flat_groups: str = "drop"  # out of the loss and its denominator; "keep": counted, KL acts
 
@@ -139,6 +146,8 @@ class TrainConfig:
     """The optimiser and the rhythm of checkpoints."""
 
     steps: int = 100
+    mini_batches: int = 1  # optimiser steps that the groups of a step are cut into
+    epochs: int = 1  # times that they are trained on
     lr: float = 5e-7
     warmup_steps: int = 0
     schedule: str = "constant"  # of the learning rate; "linear" and "cosine" fall to 0 at `steps`
@@ -167,6 +176,14 @@ class EvalConfig:
     every: int = 10  # steps between held-out evaluations; 0: only before and after
     prompts: int = 64
     temperature: float = 0.6  # as in DR Tulu's evaluations
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Alarms of `monitor`. They are always told; ending the run is a choice."""
+
+    stop: bool = False  # an alarm that lasts ends the run, after a checkpoint
+    patience: int = 3  # steps in a row that it has to last
 
 
 @dataclass(frozen=True)
@@ -207,6 +224,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
 
 
@@ -218,11 +236,11 @@ LEAST = {
     "tools.results": 1, "tools.snippet_words": 1, "tools.max_concurrent": 1, "tools.id_chars": 2,
     "judge.max_concurrent": 1, "judge.max_tokens": 1, "judge.min_scored": 1,
     "rubrics.evolve_every": 1, "rubrics.max_new": 1, "rubrics.max_rollout_chars": 1,
-    "train.steps": 0, "train.micro_batch_tokens": 1, "train.logits_chunk": 1,
-    "train.checkpoint_every": 1, "train.keep_checkpoints": 1, "dist.replicas": 1, "eval.prompts": 1,
-    "sft.steps": 1, "sft.batch": 1, "sft.vocab_size": 282, "sft.hidden_size": 1,
-    "sft.num_layers": 1, "sft.num_heads": 1, "sft.num_kv_heads": 1, "sft.head_dim": 2,
-    "sft.intermediate_size": 1,
+    "train.steps": 0, "train.mini_batches": 1, "train.epochs": 1, "train.micro_batch_tokens": 1,
+    "train.logits_chunk": 1, "train.checkpoint_every": 1, "train.keep_checkpoints": 1,
+    "dist.replicas": 1, "eval.prompts": 1, "monitor.patience": 1, "sft.steps": 1, "sft.batch": 1,
+    "sft.vocab_size": 282, "sft.hidden_size": 1, "sft.num_layers": 1, "sft.num_heads": 1,
+    "sft.num_kv_heads": 1, "sft.head_dim": 2, "sft.intermediate_size": 1,
 }  # fmt: skip
 MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.0,
         "algo.clip_low": 1.0}  # fmt: skip
@@ -235,7 +253,11 @@ CHOICES = {
     "judge.scale": ("graded", "binary"),
     "rubrics.score_new": ("same_step", "next_visit"),
     "train.schedule": ("constant", "linear", "cosine"),
+    "algo.ratio": ("token", "sequence", "gspo"),
+    "algo.denominator": ("tokens", "max_tokens"),
     "algo.kl": ("k1", "k2", "k3"),
+    "algo.kl_in": ("loss", "reward"),
+    "algo.reference": ("first", "step"),
     "algo.normalize": ("std", "std1", "none"),
     "algo.flat_groups": ("drop", "keep"),
 }

@@ -14,7 +14,6 @@ together and kept (`run`).
 
 import asyncio
 import json
-import math
 import signal
 import sys
 import time
@@ -25,19 +24,18 @@ from pathlib import Path
 
 import torch
 
+from . import monitor
 from .config import ConfigError, load_config, table
-from .dist import whole
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
-from .grpo import flat_groups, group_advantages, policy_loss
+from .grpo import flat_groups
 from .log import Bar, before_after, say, step_line
-from .pack import MicroBatch, pack
-from .policy import batch_logps, set_lr_
 from .ranks import Ranks, join
-from .records import Group, Rollout
+from .records import Group, Prompt, Rollout
 from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
+from .update import update
 
 MAX_SKIPS = 3  # steps in a row without a finite loss and gradient, after which a run ends
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
@@ -60,9 +58,11 @@ async def train(run: Run) -> None:
         run.step += 1
         report(run, groups, metrics, time.monotonic() - started)
         run.capture()
+        lasting = run.ranks.gather(monitor.lasting(run.rows, run.config.monitor.patience))[0]
         is_lost, is_ending = run.skips >= MAX_SKIPS, any(run.ranks.gather(run.should_end))
+        ends = bool(lasting) and run.config.monitor.stop
         is_due = run.step % settings.checkpoint_every == 0 or run.step == settings.steps
-        if is_lost or is_ending or is_due:
+        if ends or is_lost or is_ending or is_due:
             run.save()
         if is_lost:
             raise FloatingPointError(
@@ -71,12 +71,40 @@ async def train(run: Run) -> None:
             )
         if is_ending:
             raise asyncio.CancelledError
+        if ends:
+            say(f"stopped (monitor.stop): {', '.join(lasting)}")
+            break
 
 
 async def sample_and_score(run: Run) -> list[Group]:
-    """The groups of one step, in prompt order. A group is judged while the others still decode."""
+    """The groups of one step, in prompt order.
+
+    `rollout.refill` times, prompts are drawn for the groups that turned out flat (DAPO's dynamic
+    sampling, arXiv 2503.14476); the flat ones stay in the step, and its rubrics, unless dropped.
+    """
+    groups = await sample_groups(run, run.next_prompts(run.config.rollout.prompts))
+    for _ in range(run.config.rollout.refill):
+        seen = {group.prompt.id for group in groups}
+        missing = run.config.rollout.prompts - sum(not is_flat(group) for group in groups)
+        more = run.next_prompts(missing) if missing > 0 else []
+        more = [prompt for prompt in more if prompt.id not in seen]  # a new epoch may repeat some
+        if not more:
+            break
+        groups += await sample_groups(run, more)
+    return groups
+
+
+def is_flat(group: Group) -> bool:
+    """Whether a group has nothing to learn from: no spread of rewards among its scored rollouts."""
+    values = torch.tensor([reward or 0.0 for reward in group.rewards])
+    scored = torch.tensor([reward is not None for reward in group.rewards])
+    return bool(flat_groups(values, [0] * len(values), scored).all())
+
+
+async def sample_groups(run: Run, prompts: list[Prompt]) -> list[Group]:
+    """The groups of `prompts`. A group is judged while the others still decode."""
     cfg = run.config.rollout
-    prompts = run.ranks.share(run.next_prompts())
+    prompts = run.ranks.share(prompts)
     ids = [run.prompt_ids(prompt) for prompt in prompts]
     params = SamplingParams(temperature=cfg.temperature, seed=run.config.run.seed)
     scoring = []
@@ -134,66 +162,6 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
     return group
 
 
-def update(run: Run, groups: list[Group]) -> dict[str, float]:
-    """One optimiser step on all groups; returns what to log. Nothing to learn from: no step."""
-    algo, settings = run.config.algo, run.config.train
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    index = torch.tensor([i for i, group in enumerate(groups) for _ in group.rollouts])  # [R]
-    rewards = [reward for group in groups for reward in group.rewards]
-    scored = torch.tensor([reward is not None for reward in rewards])  # [R]
-    values = torch.tensor([reward or 0.0 for reward in rewards], dtype=torch.float64)  # [R]
-    advantages = group_advantages(values, index, scored, algo.normalize)  # [R]
-    flat = flat_groups(values, index, scored)  # [R]
-    kept = scored & ~flat if algo.flat_groups == "drop" else scored
-    wanted = [a if k else None for a, k in zip(advantages.tolist(), kept.tolist(), strict=True)]
-    ranks = run.ranks
-    batches = pack(rollouts, wanted, settings.micro_batch_tokens, ranks.rank, ranks.size)
-    counts = ranks.total({
-        "trained_tokens": sum(batch.token_count() for batch in batches),
-        "packed_tokens": sum(len(batch.ids) for batch in batches),
-    })  # fmt: skip
-    denominator = counts["trained_tokens"]
-    metrics = {"flat_share": (flat & scored).float().mean().item()} | counts
-    if not denominator:
-        return metrics
-    with run.timers("update"):
-        parts = [backward(run, batch, denominator) for batch in batches]
-        norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_grad_norm)
-        norm = whole(norm)
-        metrics |= ranks.total({name: sum(part[name] for part in parts) for name in parts[0]})
-        # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both.
-        # Both are sums over all ranks, the same on each, and so is what follows from them.
-        is_finite = math.isfinite(norm) and math.isfinite(metrics["loss"])
-        if is_finite:
-            schedule = settings.schedule, run.step, settings.steps, settings.warmup_steps
-            set_lr_(run.optimizer, settings.lr, *schedule)
-            run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-        run.skips = 0 if is_finite else run.skips + 1
-    return metrics | {"grad_norm": norm.item(), "skipped": float(not is_finite)}
-
-
-def backward(run: Run, batch: MicroBatch, denominator: int) -> dict[str, float]:
-    """Gradient of one micro-batch; the numbers are its shares of the step's means over tokens."""
-    algo, temperature = run.config.algo, run.config.rollout.temperature
-    cfg, batch = run.config.train, batch.to(run.ranks.device)
-    settings = temperature, run.tokenizer.num_valid, cfg.logits_chunk, cfg.deterministic
-    ref_logps = None
-    if run.reference is not None:
-        with torch.no_grad():
-            ref_logps, _ = batch_logps(run.reference, batch, *settings)  # [N]
-    logps, entropy = batch_logps(run.policy.trained, batch, *settings)  # [N]
-    loss, stats = policy_loss(
-        logps, batch.old_logps, batch.advantages, batch.mask, denominator=denominator,
-        clip_low=algo.clip_low, clip_high=algo.clip_high,
-        ref_logps=ref_logps, kl=algo.kl, beta=algo.beta,
-    )  # fmt: skip
-    (loss * run.ranks.size).backward()  # as FSDP takes the mean over the ranks
-    share = batch.token_count() / denominator
-    shares = {name: share * value for name, value in stats.items()}
-    return {"loss": loss.item(), "entropy": entropy.sum().item() / denominator} | shares
-
-
 def is_evaluation_due(run: Run) -> bool:
     """At the start, every `eval.every` steps and at the end, once each, if there is a gold
     judge."""
@@ -240,10 +208,16 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
     counts = run.ranks.gather(vars(run.judge.take_counts()))
     row |= {f"judge/{name}": add(part[name] for part in counts) for name in counts[0]}
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
+    row |= monitor.indicators(groups)
+    ringing = monitor.lasting(run.rows, 1)
+    row["alarms"] = monitor.alarms([*run.rows, row])
     run.notes.clear()
     run.record(groups, row)
     left = run.config.train.steps - run.step
     say(step_line(run.step, run.config.train.steps, row, left * seconds))
+    for name in row["alarms"]:
+        if name not in ringing:  # told once, where it begins
+            say(f"  alarm {name}: {monitor.ALARMS[name][1]}")
 
 
 def mean(values: list[float]) -> float | None:

@@ -22,6 +22,7 @@ import torch
 
 from minirler import checkpoint
 from minirler import train as loop
+from minirler import update as updates
 from minirler.config import DistConfig, load_config
 from minirler.dist import empty_model, open_policy, put_, whole
 from minirler.log import read_metrics
@@ -41,6 +42,8 @@ SMALL = (
     "rollout.group=2", "rollout.max_tokens=400", "train.steps=2", "train.schedule=constant",
     "train.max_grad_norm=1e9", "train.micro_batch_tokens=500", "run.threads=1", "train.lr=1e-3",
 )  # fmt: skip
+
+OPTIONS = ("algo.beta=0.1", "algo.kl_in=reward", "algo.reference=step", "algo.ratio=gspo")
 
 
 def settings(folder: Path, *overrides: str) -> list[str]:
@@ -87,7 +90,7 @@ def step(ranks: Ranks, folder: Path, *overrides: str) -> dict:
     run = open_run(load_config(settings(folder, *overrides)), ranks)
     groups = asyncio.run(loop.sample_and_score(run))
     for i, group in enumerate(groups):
-        group.rewards = [float(i * k) for k in range(len(group.rewards))]
+        group.rewards = [float((i + 1) * k) for k in range(len(group.rewards))]
     gradients, take = {}, run.optimizer.step
 
     def look() -> None:
@@ -97,7 +100,7 @@ def step(ranks: Ranks, folder: Path, *overrides: str) -> dict:
 
     run.optimizer.step = look
     addresses = [p.data_ptr() for p in run.policy.copy.parameters()]
-    metrics = loop.update(run, groups)
+    metrics = updates.update(run, groups)
     run.policy.sync_()
     masters = {name: whole(p.detach()).clone() for name, p in run.model.named_parameters()}
     copy = dict(run.policy.copy.named_parameters())
@@ -116,20 +119,20 @@ def step(ranks: Ranks, folder: Path, *overrides: str) -> dict:
 
 def poison(ranks: Ranks, folder: Path) -> dict:
     """A run in which one rank's log-probs are NaN for ever: how it goes."""
-    run, good = open_run(load_config(settings(folder, "train.steps=9")), ranks), loop.batch_logps
+    run, good = open_run(load_config(settings(folder, "train.steps=9")), ranks), updates.batch_logps
 
     def bad(*arguments):
         logps, entropy = good(*arguments)
         return logps * (float("nan") if ranks.rank == ranks.size - 1 else 1.0), entropy
 
-    loop.batch_logps, before = bad, whole(next(run.model.parameters()).detach()).clone()
+    updates.batch_logps, before = bad, whole(next(run.model.parameters()).detach()).clone()
     try:
         asyncio.run(loop.supervise(run))
         error = ""
     except FloatingPointError as failure:
         error = str(failure)
     finally:
-        loop.batch_logps = good
+        updates.batch_logps = good
     same = torch.equal(whole(next(run.model.parameters()).detach()), before)
     return {"step": run.step, "skips": run.skips, "error": error, "same": same}
 
@@ -171,6 +174,7 @@ def two(ranks: Ranks, folder: Path) -> dict:
         "bfloat16": step(ranks, folder / "half2", "model.dtype=bfloat16"),
         "checkpointed": step(ranks, folder / "less2", "train.checkpoint_activations=true"),
         "reference": step(ranks, folder / "ref2", "algo.beta=0.1"),
+        "options": step(ranks, folder / "opt2", *OPTIONS),
         "untied": golden_gradients(ranks, "untied"),
         "poison": poison(ranks, folder / "nan2"),
         "whole": go_on(ranks, folder / "whole2"),
@@ -204,6 +208,7 @@ def single(folder) -> dict:
         "step": step(Ranks(), folder / "step1"),
         "bfloat16": step(Ranks(), folder / "half1", "model.dtype=bfloat16"),
         "reference": step(Ranks(), folder / "ref1", "algo.beta=0.1"),
+        "options": step(Ranks(), folder / "opt1", *OPTIONS),
         "poison": poison(Ranks(), folder / "nan1"),
     }
     torch.set_num_threads(threads)
@@ -241,7 +246,7 @@ def check_same_step(one: dict, many: list[dict]) -> None:
         logps = ([x for r in y["rollouts"] for s in r for x in s.logps] for y in (found, one))
         assert list(next(logps)) == pytest.approx(list(next(logps)), abs=1e-5)
         assert found["buffer"] == one["buffer"] and found["order"] == one["order"]
-        for name in ("loss", "grad_norm", "entropy", "ratio_mean", "trained_tokens", "kl"):
+        for name in one["metrics"].keys() - {"packed_tokens"}:  # idle tokens are packed too
             expected = pytest.approx(one["metrics"][name], rel=1e-5, abs=1e-6)
             assert found["metrics"][name] == expected, name
         assert close(one["gradients"], found["gradients"])
@@ -273,6 +278,11 @@ def test_checkpointed_activations_change_nothing(single, pair):
 @pytest.mark.long
 def test_a_reference_in_shards_pulls_as_a_whole_one(single, pair):
     check_same_step(single["reference"], [found["reference"] for found in pair])
+
+
+@pytest.mark.long
+def test_what_counts_rollouts_or_looks_at_all_of_them_does_so_over_all_ranks(single, pair):
+    check_same_step(single["options"], [found["options"] for found in pair])
 
 
 @pytest.mark.long
@@ -339,20 +349,49 @@ def check_saved_after_skips(folder: Path) -> None:
 
 
 PROGRAM = """
-import os, signal, sys
-from minirler import train
+import os, signal, sys, time
+from minirler import ranks, train
+ranks.SILENT_S = 6.0
 update = train.update
 def broken(run, groups):
-    if run.ranks.rank == 1 and run.step == 1:
+    if run.step == 1:
         {act}
     return update(run, groups)
 train.update = broken
 sys.exit(train.main(sys.argv[1:]))
 """
+ENDS = {  # what happens to a rank in step 2
+    "fails": "if run.ranks.rank == 1: raise ValueError('the key of rank 1')",
+    "disk": "if run.ranks.rank == 1: raise OSError('the disk is full')",
+    "killed": "if run.ranks.rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
+    "first": "if run.ranks.rank == 0: os.kill(os.getpid(), signal.SIGKILL)",
+    "stuck": "os.kill(os.getpid(), signal.SIGSTOP) if run.ranks.rank else time.sleep(999)",
+}
 
 
-def end_of_job(folder: Path, act: str) -> tuple[list[int], list[str], float]:
-    """Run two ranks of which the second does `act` in step 2: statuses, stderr, seconds to end."""
+@pytest.fixture(scope="module")
+def ends(folder) -> dict:
+    """By name of ENDS: statuses, stderrs and when each of two ranks ended. All at the same time."""
+    jobs = {name: begin(folder / name, act) for name, act in ENDS.items()}
+    when, end = {}, time.monotonic() + 100
+    while len(when) < 2 * len(jobs) - 1 and time.monotonic() < end:  # the stuck one stays
+        for name, job in jobs.items():
+            for rank, process in enumerate(job):
+                if process.poll() is not None:
+                    when.setdefault((name, rank), time.monotonic())
+        time.sleep(0.1)
+    found = {}
+    for name, job in jobs.items():
+        for process in job:
+            process.kill()
+        texts = [process.communicate()[1] for process in job]
+        times = [when.get((name, rank)) for rank in range(2)]
+        found[name] = [process.returncode for process in job], texts, times
+    return found
+
+
+def begin(folder: Path, act: str) -> list[subprocess.Popen]:
+    """Start two ranks that do `act` in step 2."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -364,34 +403,38 @@ def end_of_job(folder: Path, act: str) -> tuple[list[int], list[str], float]:
         env["OMP_NUM_THREADS"] = "1"
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True))
-    texts = []
-    processes[1].wait(90)
-    ended = time.monotonic()
-    for process in processes:
-        texts.append(process.communicate(timeout=60)[1])
-    return [p.returncode for p in processes], texts, time.monotonic() - ended
+    return processes
 
 
 @pytest.mark.long
-def test_a_rank_that_fails_ends_every_rank_with_its_own_error(tmp_path):
-    codes, texts, seconds = end_of_job(tmp_path / "run", "raise ValueError('the disk of rank 1')")
-    assert all(codes) and seconds < 20
-    assert "rank 1: ValueError: the disk of rank 1" in texts[0]
-    assert "ValueError: the disk of rank 1" in texts[1]
+def test_a_rank_that_fails_ends_every_rank_with_its_own_error(ends):
+    codes, texts, (_, _) = ends["fails"]
+    assert codes == [1, 1]
+    assert "rank 1: ValueError: the key of rank 1" in texts[0] and "Traceback" not in texts[0]
+    assert "ValueError: the key of rank 1" in texts[1] and "Traceback" in texts[1]
 
 
 @pytest.mark.long
-def test_a_rank_that_is_killed_in_mid_step_ends_every_rank_within_a_minute(tmp_path):
-    codes, texts, seconds = end_of_job(tmp_path / "run", "os.kill(os.getpid(), signal.SIGKILL)")
-    assert codes[1] == -signal.SIGKILL and codes[0] not in (0, None) and seconds < 60
-    assert "error" in texts[0].lower()
+def test_an_error_that_the_user_can_mend_is_one_line_on_every_rank(ends):
+    codes, texts, _ = ends["disk"]
+    assert codes == [1, 1] and "error: rank 1: OSError: the disk is full" in texts[0]
+    assert "error: the disk is full" in texts[1]
+    assert not any("Traceback" in text for text in texts)
 
 
 @pytest.mark.long
-def test_an_error_of_the_user_is_one_line_and_ends_the_job(tmp_path):
-    codes, texts, _ = end_of_job(tmp_path / "run", "raise OSError('disk full')")
-    assert all(codes) and "error: rank 1: OSError: disk full" in texts[0]
-    assert "Traceback" not in texts[0]
+@pytest.mark.parametrize("name, victim", [("killed", 1), ("first", 0)])
+def test_a_rank_that_is_killed_in_mid_step_ends_the_others_within_a_minute(ends, name, victim):
+    codes, texts, when = ends[name]
+    assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1
+    assert when[1 - victim] - when[victim] < 60
+    assert "error" in texts[1 - victim].lower()
+
+
+@pytest.mark.long
+def test_a_rank_that_stands_still_is_missed_by_its_silence(ends):
+    codes, texts, _ = ends["stuck"]
+    assert codes[0] == 1 and "rank 1 has given no sign of life" in texts[0]
 
 
 # ---- checkpoints of several ranks

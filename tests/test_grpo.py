@@ -224,7 +224,7 @@ def test_huge_log_ratios_stay_finite():
 @pytest.mark.parametrize("ratio", ["token", "sequence", "gspo"])
 def test_what_stands_at_unsampled_tokens_reaches_neither_loss_nor_gradient(ratio):
     mask = [True, False, False, True]
-    settings = {"ratio": ratio, "rollout": torch.tensor([0, 0, 1, 1]), "beta": 0.1}
+    settings = {"ratio": ratio, "segment": torch.tensor([0, 0, 1, 1]), "beta": 0.1}
     clean = run([-1.0, 0, 0, -2.0], [-1.1, 0, 0, -2.1], [1.0, 0, 0, -1.0], mask,
                 ref_logps=tensor([-1.2, 0, 0, -2.0]), **settings)  # fmt: skip
     for poison in (NAN, INF, -INF):
@@ -240,7 +240,7 @@ def test_what_stands_at_unsampled_tokens_reaches_neither_loss_nor_gradient(ratio
 def test_nothing_sampled_gives_exactly_zero(ratio, denominator):
     rollout = torch.tensor([0, 0])
     loss, stats, grad = run([NAN, -1.0], [-1.0, INF], [1.0, 1.0], [False, False],
-                            ratio=ratio, rollout=rollout, denominator=denominator)  # fmt: skip
+                            ratio=ratio, segment=rollout, denominator=denominator)  # fmt: skip
     assert loss == 0 and (grad == 0).all() and all(v == 0 for v in stats.values())
 
 
@@ -292,7 +292,7 @@ def settle(tokens, **settings):
     """`run` on tokens (logp, old, ref, advantage, mask, rollout)."""
     logps, old, ref, advantages, mask, rollout = (list(x) for x in zip(*tokens, strict=True))
     return run(logps, old, advantages, mask, ref_logps=tensor(ref), beta=0.1,
-               rollout=torch.tensor(rollout), **settings)  # fmt: skip
+               segment=torch.tensor(rollout), **settings)  # fmt: skip
 
 
 @given(TOKENS)
@@ -327,7 +327,7 @@ def test_rollout_ratios_are_the_product_and_the_geometric_mean():
     logps, old = [-1.0, -1.1, -2.0, -0.5], [-1.1, -1.0, -2.3, -0.5]
     mask, rollout = [True, True, True, False], torch.tensor([4, 9, 4, 9])  # rollout 4: +0.1, +0.3
     advantages = [1.0, -1.0, 1.0, -1.0]
-    settings = {"rollout": rollout, "clip_low": 0.9, "clip_high": 0.9, "denominator": 2}
+    settings = {"segment": rollout, "clip_low": 0.9, "clip_high": 0.9, "denominator": 2}
     product, _, grad = run(logps, old, advantages, mask, ratio="sequence", **settings)
     close(product, (-math.exp(0.4) + math.exp(-0.1)) / 2)
     close(grad, [-math.exp(0.4) / 2, math.exp(-0.1) / 2, -math.exp(0.4) / 2, 0.0])
@@ -337,7 +337,7 @@ def test_rollout_ratios_are_the_product_and_the_geometric_mean():
 
 
 def test_rollout_ratios_clip_the_rollout_and_average_the_kl_within_it():
-    settings = {"rollout": torch.zeros(2, dtype=torch.int64), "ratio": "sequence"}
+    settings = {"segment": torch.zeros(2, dtype=torch.int64), "ratio": "sequence"}
     _, stats, grad = run([-1.0, -1.0], [-1.15, -1.15], [1.0, 1.0], denominator=1, **settings)
     assert stats["clip_high_frac"] == 1.0 and (grad == 0).all()  # e^0.3; e^0.15 would pass
     loss, _, _ = run([-1.0, -1.0], [-1.0, -1.0], [0.0, 0.0], ref_logps=tensor([-3.0, -1.0]),
@@ -366,7 +366,7 @@ def test_inputs_are_left_as_they_are_and_half_precision_is_computed_in_float32()
     [
         ({"kl": "k4"}, "'k4' is unknown"),
         ({"ratio": "word"}, "'word' is unknown"),
-        ({"ratio": "gspo"}, "needs rollout"),
+        ({"ratio": "gspo"}, "needs segment"),
         ({"beta": 0.1}, "needs ref_logps"),
         ({"denominator": -1}, "denominator is -1"),
         ({"ref_logps": torch.zeros(3)}, r"mask is \[2\]"),
