@@ -29,7 +29,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from .config import DistConfig, asset_path, load_config
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 from .state import load_masters
 from .weights import DTYPES, save_model
 
@@ -43,9 +43,6 @@ STATE_KEYS = {  # without these a resumed run would not go on as it was
     "rng": "the states of the random generators",
     "logs": "the lengths of the append-only logs",
 }
-
-
-ALONE = Ranks()
 
 
 class CheckpointError(OSError):

@@ -10,7 +10,7 @@ Not here: benchmarks of real models.
 from collections.abc import Callable
 from contextlib import aclosing
 
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 from .records import Prompt, Rollout
 from .reward import citation_reward, format_reward, search_reward
 from .rollout import RolloutEngine
@@ -30,8 +30,8 @@ METRICS = (
 
 async def evaluate(
     engine: RolloutEngine, world: World, prompts: list[Prompt], ids: list[list[int]],
-    temperature: float, seed: int, step: int, ranks: Ranks,
-    on_progress: Callable[[int, int], None] | None = None,
+    temperature: float, seed: int, step: int,
+    on_progress: Callable[[int, int], None] | None = None, ranks: Ranks = ALONE,
 ) -> dict[str, float]:  # fmt: skip
     """Means over `prompts` (one rollout each) of METRICS, all in [0, 1] but the two counts.
 

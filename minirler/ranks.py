@@ -100,6 +100,9 @@ class Ranks:
             leave_at_once()
 
 
+ALONE = Ranks()
+
+
 def join() -> Ranks:
     """The rank that the environment says this process is; waits until all have come."""
     rank, size, local = (

@@ -31,7 +31,7 @@ from .dist import Policy, open_policy, open_reference, whole
 from .judge import Judge
 from .log import MetricsLog, Timers
 from .qwen3 import Qwen3
-from .ranks import Ranks
+from .ranks import ALONE, Ranks
 from .records import LM, Group, Prompt
 from .rollout import RolloutEngine
 from .rubrics import RubricBuffer
@@ -40,7 +40,6 @@ from .search import LocalSearch
 from .tokenizer import Tokenizer
 from .world import World
 
-ALONE = Ranks()
 LOGS = ("metrics.jsonl", "rubrics.jsonl")
 
 

@@ -176,7 +176,7 @@ async def hold_out(run: Run) -> None:
     with Bar(len(run.held_out), "held out") as bar:
         row = await evaluate(
             run.engine, run.world, run.held_out, [run.prompt_ids(p) for p in run.held_out],
-            run.config.eval.temperature, run.config.run.seed, run.step, run.ranks, bar,
+            run.config.eval.temperature, run.config.run.seed, run.step, bar, run.ranks,
         )  # fmt: skip
     run.evaluations[run.step] = row
     run.write({f"held_out/{name}": x for name, x in row.items()})

@@ -95,7 +95,7 @@ def test_modules_functions_and_lines_stay_short(module):
 
 
 def test_the_package_stays_readable_in_a_day():
-    assert sum(len(path.read_text("utf-8").split("\n")) - 1 for path in FILES) <= 8000
+    assert sum(len(path.read_text("utf-8").split("\n")) - 1 for path in FILES) <= 8700
 
 
 def test_the_kernels_stay_small():
