@@ -15,13 +15,13 @@ ROOT = PACKAGE.parent
 
 # The order in which to read the package: a module imports only modules before it.
 ORDER = """
-settings config records data log
-noise kernels ops_ref linear attention ops tokenizer qwen3 weights lora
+settings config records data log ranks
+noise kernels ops_ref linear attention ops tokenizer rotary qwen3 weights lora
 blocks scheduler sampler
 recording endpoint search mcp_tools tools world
 lm offline rubrics judge evolve research
-reward grpo pack policy dist checkpoint monitor
-rollout evaluate sft run update train bootstrap ask serve view
+reward grpo pack policy dist state checkpoint monitor
+rollout evaluate sft parts run update train bootstrap ask serve view
 """.split()
 
 # These run where torch is not installed.
