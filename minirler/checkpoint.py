@@ -5,29 +5,38 @@
 A folder is written under a temporary name; every file is forced to the disk; COMPLETE, which lists
 the files with their sizes and hashes, comes last; then the folder gets its name; older ones go
 after that. So a kill at any point leaves the checkpoints that were there. `load_latest` believes
-folders alone: no pointer file says which is the newest.
+folders alone: no pointer file says which is the newest. Of several ranks (which need a file system
+that all of them see) each writes, forces and hashes its shards, and rank 0 does the rest.
 
-Not here: what is in the state (`train` collects it), how a model is written (`weights`), sharding.
+    python -m minirler.checkpoint export RUN/step_000120 OUT      # an HF folder
+
+Not here: what is in the state (`run` collects it), how a model is written (`state`).
 """
 
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors.torch
-import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from .config import DistConfig, asset_path, load_config
+from .ranks import ALONE, Ranks
+from .state import load_masters
+from .weights import DTYPES, save_model
+
 MARK = "COMPLETE"
 TEMPORARY = ".tmp"  # suffix of folders that are being written or deleted
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json",
+             "merges.txt", "added_tokens.json", "chat_template.jinja")  # fmt: skip
 STATE_KEYS = {  # without these a resumed run would not go on as it was
     "buffer": "the rubric buffer",
     "data": "the data position",
@@ -47,17 +56,22 @@ class Checkpoint:
     path: Path
     step: int
     state: dict  # what was given to `save`, with "step" added
-    optimizer: dict[str, Tensor]  # for `load_optimizer`
+
+    @property
+    def optimizer(self) -> dict[str, Tensor]:
+        """For `state.load_optimizer`; read anew each time. Empty where the moments are shards."""
+        return safetensors.torch.load_file(self.path / "optimizer.safetensors")
 
 
 def save(
     run_dir: str | Path, step: int, *, write_model: Callable[[Path], None],
-    optimizer: dict[str, Tensor], state: dict, keep: int,
+    optimizer: dict[str, Tensor], state: dict, keep: int, ranks: Ranks = ALONE,
 ) -> Path:  # fmt: skip
     """Write checkpoint `step` of a run and delete all but the newest `keep`; returns its folder.
 
-    write_model(folder) fills an HF folder; `optimizer` comes from `optimizer_state`; `state` holds
-    JSON values and at least STATE_KEYS. A complete checkpoint of this step is left as it is: the
+    write_model(folder) fills a folder; `optimizer` comes from `optimizer_state`; `state` holds JSON
+    values and at least STATE_KEYS. All ranks call this, and every one's write_model is called; of
+    the rest, rank 0's arguments count. A complete checkpoint of this step is left as it is: the
     same step of a run is the same state. CheckpointError: the disk is full or not writable (earlier
     checkpoints are untouched, nothing is left over). ValueError: state that is no strict JSON.
     """
@@ -65,26 +79,33 @@ def save(
     final = folder / f"step_{step:06d}"
     if keep < 1:
         raise ValueError(f"keep is {keep}: at least one checkpoint has to stay")
-    text = _state_text(state | {"step": step}, final)
-    if final.exists() and _fault(final) is None:
+    text = _state_text(state | {"step": step}, final) if ranks.is_first else ""
+    if ranks.gather(ranks.is_first and final.exists() and _fault(final) is None)[0]:
         return final
     temporary = final.with_name(final.name + TEMPORARY)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        (temporary / "model").mkdir(parents=True)
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / "model").mkdir(parents=True)
+        ranks.barrier()
         write_model(temporary / "model")
-        safetensors.torch.save_file(optimizer, temporary / "optimizer.safetensors")
-        (temporary / "state.json").write_text(text, encoding="utf-8")
-        _seal(temporary)
-        shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
-        os.rename(temporary, final)
-        _fsync(folder)
-        _fsync(folder.parent)
+        if ranks.is_first:
+            safetensors.torch.save_file(optimizer, temporary / "optimizer.safetensors")
+            (temporary / "state.json").write_text(text, encoding="utf-8")
+        listings = ranks.gather(_listing(temporary, ranks))
+        if ranks.is_first:
+            _seal(temporary, {name: entry for part in listings for name, entry in part.items()})
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one of the same step
+            os.rename(temporary, final)
+            _fsync(folder)
+            _fsync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(_not_saved(final, error)) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    _prune(folder, step, keep)
+        if ranks.is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+    if ranks.is_first:
+        _prune(folder, step, keep)
     return final
 
 
@@ -101,63 +122,27 @@ def load_latest(run_dir: str | Path) -> Checkpoint | None:
     for step, path in reversed(_numbered(folder)):
         if (fault := _fault(path)) is None:
             state = json.loads((path / "state.json").read_text(encoding="utf-8"))
-            tensors = safetensors.torch.load_file(path / "optimizer.safetensors")
-            return Checkpoint(path, step, _checked(state, path), tensors)
+            return Checkpoint(path, step, _checked(state, path))
         warnings.warn(f"{path} is not complete ({fault}): passed over", stacklevel=2)
     return None
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:
-    """The optimiser's tensors on the CPU: "exp_avg/NAME" as the parameter NAME, "step/NAME" 0-dim.
+def export(source: str | Path, out: str | Path) -> Path:
+    """Write the model of a checkpoint as an HF folder, with its tokenizer, in the run's dtype.
 
-    Empty before the first step. Not in here: learning rates, which follow from the step.
+    `source` is RUN/checkpoints/step_N, or RUN/step_N for short. ValueError: it is none, or damaged.
     """
-    names = _parameter_names(optimizer, model)
-    return {
-        f"{field}/{name}": torch.as_tensor(value).detach().cpu().contiguous()
-        for name, parameter in names.items()
-        for field, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, tensors: dict[str, Tensor]
-) -> None:
-    """Put what `optimizer_state` gave into a fresh optimiser of the same parameters.
-
-    ValueError: a parameter without moments, moments without a parameter, a wrong shape.
-    """
-    names, states = _parameter_names(optimizer, model), {}
-    for key, tensor in tensors.items():
-        field, name = key.split("/", 1)
-        states.setdefault(name, {})[field] = tensor
-    _check_states(states, names)
-    index = {name: i for i, name in enumerate(names)}
-    # Through torch's own loader: it knows what stays on the CPU and what follows the parameter.
-    state = {index[name]: fields for name, fields in states.items()}
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-
-
-def rng_state() -> dict:
-    """The global random generators (Python, torch, every CUDA device) as JSON values."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    states = [torch.get_rng_state(), *cuda]  # uint8
-    return {"python": random.getstate(), "torch": [tensor_bytes(s).hex() for s in states]}
-
-
-def restore_rng(state: dict) -> None:
-    """Go back to `rng_state`; with another number of GPUs, theirs stay as they are."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    cpu, *cuda = [torch.tensor(list(bytes.fromhex(s)), dtype=torch.uint8) for s in state["torch"]]
-    torch.set_rng_state(cpu)
-    if cuda and len(cuda) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(cuda)
-
-
-def tensor_bytes(tensor: Tensor) -> bytes:
-    """The elements as they lie in memory, for hashes; any dtype, shape and device."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    path = Path(source)
+    path = path if (path / MARK).exists() else path.parent / "checkpoints" / path.name
+    if (fault := _fault(path)) is not None:
+        raise ValueError(f"{source} is no complete checkpoint ({fault}): name RUN/step_N")
+    config = load_config([str(path.parents[1] / "config.toml")])
+    model = load_masters(path / "model", "float32", DistConfig(), ALONE)
+    save_model(model.to(DTYPES[config.model.dtype]), out)
+    for name in TOKENIZER:
+        if (file := asset_path(config.model.path) / name).exists():
+            shutil.copy(file, out)
+    return Path(out)
 
 
 def log_offset(path: str | Path) -> int:
@@ -186,14 +171,22 @@ def truncate_log(path: str | Path, offset: int) -> None:
             os.fsync(file.fileno())
 
 
-def _seal(folder: Path) -> None:
-    """Force everything in the folder to the disk, then write the mark that lists its files."""
+def _listing(folder: Path, ranks: Ranks) -> dict[str, dict]:
+    """Size and hash of every file that this rank wrote, which it forces to the disk."""
     listing = {}
     for path in sorted(folder.rglob("*")):
+        shard = re.fullmatch(r"__(\d+)_\d+\.distcp", path.name)
+        if ranks.rank != (int(shard[1]) if shard else 0):
+            continue
         _fsync(path)
         if path.is_file():
             name, size = path.relative_to(folder).as_posix(), path.stat().st_size
             listing[name] = {"bytes": size, "sha256": _sha256(path)}
+    return listing
+
+
+def _seal(folder: Path, listing: dict[str, dict]) -> None:
+    """Write the mark that lists the folder's files."""
     (folder / MARK).write_text(json.dumps({"files": listing}, indent=1), encoding="utf-8")
     _fsync(folder / MARK)
     _fsync(folder)
@@ -262,29 +255,6 @@ def _not_saved(final: Path, error: Exception) -> str:
     return f"{final} was not saved ({error}); {say}"
 
 
-def _parameter_names(optimizer, model) -> dict[str, Tensor]:
-    """{name: parameter} in the optimiser's own order."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if not all(id(p) in names for p in parameters):
-        raise ValueError("the optimiser has a parameter that is not one of the model's")
-    return {names[id(p)]: p for p in parameters}
-
-
-def _check_states(states: dict[str, dict[str, Tensor]], names: dict[str, Tensor]) -> None:
-    if surplus := sorted(states.keys() - names.keys()):
-        raise ValueError(f"optimiser state of {surplus[0]}, a parameter that is not trained")
-    fields = {field for entry in states.values() for field in entry}
-    for name, parameter in names.items():
-        entry = states.get(name, {})
-        if missing := sorted(fields - entry.keys()):
-            raise ValueError(f"the optimiser state of {name} has no {missing[0]}")
-        for field, tensor in entry.items():
-            if tensor.dim() and tensor.shape != parameter.shape:
-                shapes = f"{list(tensor.shape)}, the parameter {list(parameter.shape)}"
-                raise ValueError(f"optimiser state {field}/{name} is {shapes}")
-
-
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -297,3 +267,21 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 3 or argv[0] != "export":
+        print("usage: python -m minirler.checkpoint export RUN/step_N OUT", file=sys.stderr)
+        return 2
+    try:
+        print(f"wrote {export(*argv[1:])}")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -19,6 +19,7 @@ from .settings import (
     AlgoConfig,
     Config,
     DataConfig,
+    DistConfig,
     EvalConfig,
     JudgeConfig,
     ModelConfig,
@@ -34,7 +35,7 @@ from .settings import (
 )
 
 __all__ = [
-    "AlgoConfig", "Config", "ConfigError", "DataConfig", "EvalConfig", "JudgeConfig",
+    "AlgoConfig", "Config", "ConfigError", "DataConfig", "DistConfig", "EvalConfig", "JudgeConfig",
     "ModelConfig", "RewardConfig", "RolloutConfig", "RubricsConfig", "RunConfig", "SFTConfig",
     "SamplerConfig", "ToolsConfig", "TrainConfig", "WorldConfig", "asset_path", "load_config",
     "table", "to_toml",

@@ -10,6 +10,7 @@ Not here: benchmarks of real models.
 from collections.abc import Callable
 from contextlib import aclosing
 
+from .ranks import ALONE, Ranks
 from .records import Prompt, Rollout
 from .reward import citation_reward, format_reward, search_reward
 from .rollout import RolloutEngine
@@ -30,15 +31,19 @@ METRICS = (
 async def evaluate(
     engine: RolloutEngine, world: World, prompts: list[Prompt], ids: list[list[int]],
     temperature: float, seed: int, step: int,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None, ranks: Ranks = ALONE,
 ) -> dict[str, float]:  # fmt: skip
-    """Means over `prompts` (one rollout each) of METRICS, all in [0, 1] but the two counts."""
+    """Means over `prompts` (one rollout each) of METRICS, all in [0, 1] but the two counts.
+
+    Each rank samples its share of them, and all get the means.
+    """
     params = SamplingParams(temperature=temperature, seed=seed)
-    rows = []
+    prompts, ids, rows = ranks.share(prompts), ranks.share(ids), []
     stream = engine.run(prompts, ids, 1, params, step, noise_step=0, on_progress=on_progress)
     async with aclosing(stream):
         async for (rollout,) in stream:
             rows.append(measure(world, rollout))
+    rows = [row for part in ranks.gather(rows) for row in part]
     return {name: sum(r[name] for r in rows) / len(rows) for name, _ in METRICS}
 
 

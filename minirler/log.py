@@ -6,6 +6,7 @@ numbers a step has (`train`), and alarms about them (`monitor`).
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -143,7 +144,7 @@ class Bar:
     """
 
     def __init__(self, total: int, label: str, unit: str = "rollout"):
-        quiet = not sys.stderr.isatty()
+        quiet = not (sys.stderr.isatty() and is_speaker())
         self._bar = tqdm(total=total, desc=label, unit=unit, leave=False, disable=quiet)
 
     def __call__(self, done: int, tokens: int) -> None:
@@ -158,10 +159,22 @@ class Bar:
         self._bar.close()
 
 
+def is_speaker() -> bool:
+    """Whether this process is the one of a job (of `torchrun`) that prints."""
+    return int(os.environ.get("RANK", 0)) == 0
+
+
 def say(text: str) -> None:
-    """Print at once, above a bar if there is one."""
+    """Print at once, above a bar if there is one; of several ranks only the first one does."""
+    if not is_speaker():
+        return
     tqdm.write(text, file=sys.stdout)
     sys.stdout.flush()
+
+
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
 
 
 def step_line(step: int, steps: int, row: dict, eta_s: float | None = None) -> str:

@@ -40,9 +40,14 @@ class MicroBatch:
 
 
 def pack(
-    rollouts: list[Rollout], advantages: list[float | None], max_tokens: int
+    rollouts: list[Rollout], advantages: list[float | None], max_tokens: int,
+    rank: int = 0, size: int = 1,
 ) -> list[MicroBatch]:
     """Pack the rollouts whose advantage is not None (None: unscored or dropped) under `max_tokens`.
+
+    Of `size` ranks that are given the same rollouts, each gets its own micro-batches, as many as
+    the others, so that their collectives stay in step: one that is short of them gets an idle one,
+    of one token that is not trained on.
 
     Deterministic in the order of the rollouts, balanced by tokens, in as few micro-batches as the
     greedy rule finds. Rollouts without a sampled token are left out: they have nothing to train.
@@ -54,19 +59,20 @@ def pack(
     kept = [i for i, a in enumerate(advantages) if a is not None and rollouts[i].num_sampled()]
     lengths = {i: _checked_length(rollouts[i], max_tokens) for i in kept}
     return [
-        _micro_batch([(i, rollouts[i], advantages[i]) for i in part])
-        for part in partition(lengths, max_tokens)
+        _micro_batch([(i, rollouts[i], advantages[i]) for i in part]) if part else _idle()
+        for part in partition(lengths, max_tokens, size)[rank::size]
     ]
 
 
-def partition(lengths: dict[int, int], max_tokens: int) -> list[list[int]]:
+def partition(lengths: dict[int, int], max_tokens: int, size: int = 1) -> list[list[int]]:
     """Split keys into balanced parts of at most `max_tokens` each (no single length may be above).
 
-    Longest first, each into the emptiest part; one part more until that fits. Within a part and
-    between parts, keys ascend.
+    Longest first, each into the emptiest part; `size` parts more until that fits, so that their
+    number is a multiple of it. Within a part and between parts, keys ascend.
     """
     order = sorted(lengths, key=lambda i: (-lengths[i], i))
     num_parts = -(-sum(lengths.values()) // max_tokens)
+    num_parts = -(-num_parts // size) * size
     while True:
         parts: list[list[int]] = [[] for _ in range(num_parts)]
         loads = [0] * num_parts
@@ -76,7 +82,7 @@ def partition(lengths: dict[int, int], max_tokens: int) -> list[list[int]]:
             loads[emptiest] += lengths[i]
         if max(loads, default=0) <= max_tokens:
             return sorted(sorted(part) for part in parts)
-        num_parts += 1
+        num_parts += size
 
 
 def _checked_length(rollout: Rollout, max_tokens: int) -> int:
@@ -93,6 +99,12 @@ def _checked_length(rollout: Rollout, max_tokens: int) -> int:
             "raise train.micro_batch_tokens or lower rollout.max_tokens"
         )
     return length
+
+
+def _idle() -> MicroBatch:
+    """One token that counts for nothing."""
+    integer, flag, number = torch.tensor([0]), torch.tensor([False]), torch.tensor([0.0])
+    return MicroBatch(integer, integer, [0, 1], integer, flag, number, number, integer)
 
 
 def _micro_batch(members: list[tuple[int, Rollout, float]]) -> MicroBatch:

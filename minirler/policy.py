@@ -34,10 +34,11 @@ def batch_logps(
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return packed_attention(q, k, v, batch.cu_seqlens, deterministic)
 
-    hidden = model(batch.ids, batch.positions, attend)  # [N, d]
-    head = model.head_weight()  # [V, d]
-    settings = temperature, num_valid, chunk, model.rows
-    return token_logps(hidden, head, batch.targets, batch.mask, *settings)
+    def read(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:  # [N, d], [V, d]
+        settings = temperature, num_valid, chunk, model.rows
+        return token_logps(hidden, head, batch.targets, batch.mask, *settings)
+
+    return model(batch.ids, batch.positions, attend, read)
 
 
 def set_lr_(

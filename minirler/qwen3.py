@@ -7,41 +7,27 @@ The model does not know the KV cache, nor where one packed sequence ends: it han
 values (normed and rotated) to `attend(layer, q, k, v)`. The trainer passes packed attention, the
 sampler write-then-paged-read.
 
-Not here: reading of files (`weights`), mixture of experts, sliding windows, rope types other than
-plain and YaRN. Parameters carry HF's names, so a checkpoint's state dict is this module's state
+Not here: reading of files (`weights`), the rotation (`rotary`), mixture of experts, sliding
+windows. Parameters carry HF's names, so a checkpoint's state dict is this module's state
 dict.
 
 Shapes: B rows, T time, N packed tokens, V vocabulary, H query heads, K kv heads, D head dim, d
 width.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from .linear import PLAIN, Linear, linear
+from .rotary import Rope, Yarn, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN scaling of the rotary frequencies (Peng et al., 2023), applied at every position.
-
-    `attention_factor` None means 0.1 ln(factor) + 1. `truncate` rounds the ramp's ends to whole
-    dimensions, as the published checkpoints were trained.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+Read = Callable[[Tensor, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -81,7 +67,7 @@ class Qwen3(nn.Module):
         self.rows = PLAIN  # `linear.set_rows_` sets it
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -93,22 +79,31 @@ class Qwen3(nn.Module):
             else:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def forward(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states after the final norm.
+    def forward(self, ids: Tensor, positions: Tensor, attend: Attend, read: Read | None = None):
+        """Hidden states after the final norm, or what `read` makes of them and the head.
 
         ids, positions: int64 [N], packed; a position counts from 0 within its own sequence.
         attend(layer, q [N, H, D], k [N, K, D], v [N, K, D]) -> [N, H, D]; it owns the causal mask,
-        the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype.
+        the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype,
+        or read(hidden [N, d], head [V, d]): a head in shards is whole within this call only.
         """
+        hidden = self._hidden(ids, positions, attend)
+        if read is None:
+            return hidden
+        if self.config.tie_word_embeddings:
+            return read(hidden, self.model.embed_tokens.weight)
+        return self.lm_head(hidden, read)
+
+    def _hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, d]; N is filled up here, once, where products keep to `rows`."""
         count = len(ids)
         spare = -count % self.rows[0] if self.rows else 0
         if not spare:
             return self.model(ids, positions, attend)
 
-        def attend_count(layer, *qkv):
+        def attend_count(layer, *qkv):  # the tokens added reach no other
             return F.pad(attend(layer, *(x[:count] for x in qkv)), (0, 0, 0, 0, 0, spare))
 
-        # filled up here, once, not in each product; the tokens added reach no other
         ids, positions = (F.pad(x, (0, spare)) for x in (ids, positions))
         return self.model(ids, positions, attend_count)[:count]
 
@@ -132,6 +127,13 @@ class Qwen3(nn.Module):
 
         hidden = self(ids.flatten(), positions, attend)  # [N, d]
         return linear(hidden, self.head_weight(), self.rows).float().view(rows, time, -1)
+
+
+class Head(nn.Linear):
+    """The output matrix where it is not the embedding."""
+
+    def forward(self, hidden: Tensor, read: Read = F.linear):
+        return read(hidden, self.weight)
 
 
 class Decoder(nn.Module):
@@ -161,8 +163,16 @@ class Layer(nn.Module):
         self.self_attn = Attention(config, index)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
+        self.is_checkpointed = False  # keep the layer's input alone, compute the rest again
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        if self.is_checkpointed and torch.is_grad_enabled():
+            settings = {"use_reentrant": False, "preserve_rng_state": False}
+            return checkpoint(self.run, x, cos, sin, attend, **settings)
+        return self.run(x, cos, sin, attend)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        """The layer itself."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -216,74 +226,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Rope(nn.Module):
-    """Cosine and sine tables of the rotary embedding, from float32 frequencies."""
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.config = config
-        self.register_buffer("inv_freq", inv_freq(config), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        # A cast of the model to bfloat16 would round the frequencies too, and the angle at position
-        # 10,000 would be wrong by whole turns: make them anew, on the device that `fn` moves to.
-        super()._apply(fn, recurse)
-        self.inv_freq = inv_freq(self.config).to(self.inv_freq.device)
-        return self
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [N] -> cos, sin [N, 1, D], in `dtype`; sin's first half is negated for
-        `rotate`."""
-        angles = positions.float()[:, None, None] * self.inv_freq  # [N, 1, D/2]
-        scale = attention_factor(self.config)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of x [N, H, D]. The roll swaps the halves; sin carries the sign."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def inv_freq(config: Qwen3Config) -> Tensor:
-    """Rotary frequencies, float32 [D/2], on the CPU; radians a position.
-
-    Computed in float32, as for the published checkpoints: a more exact value would differ from
-    theirs, and the difference grows with the position.
-    """
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    plain = 1.0 / config.rope_theta**half  # [D/2]
-    if config.yarn is None:
-        return plain
-    low, high = yarn_ramp(config)
-    index = torch.arange(len(half), dtype=torch.float32, device="cpu")
-    slow = ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # 1: a long wave, interpolated
-    return plain / config.yarn.factor * slow + plain * (1 - slow)
-
-
-def yarn_ramp(config: Qwen3Config) -> tuple[float, float]:
-    """First and last dimension of the ramp between kept and interpolated frequencies (YaRN, eq.
-    17-18)."""
-    yarn, dim = config.yarn, config.head_dim
-
-    def dimension(turns: float) -> float:  # that makes so many turns over the original context
-        length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
-        return dim * math.log(length) / (2 * math.log(config.rope_theta))
-
-    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    return max(low, 0), min(high, dim - 1)
-
-
-def attention_factor(config: Qwen3Config) -> float:
-    """What cos and sin are multiplied by: 1 without YaRN; an explicit value wins over the
-    formula."""
-    if config.yarn is None:
-        return 1.0
-    if config.yarn.attention_factor is not None:
-        return config.yarn.attention_factor
-    factor = config.yarn.factor
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -111,7 +111,8 @@ class Group:
 
     `criteria` are the C rubrics used; `verdicts` is [G][C] with None for missing; `components`
     maps a reward component to its G values (None: missing); `rewards` are the G totals (None:
-    unscored).
+    unscored). `changes` is what judging it changed in the rubric buffer: (method, arguments after
+    the prompt's id), in order.
     """
 
     prompt: Prompt
@@ -120,6 +121,7 @@ class Group:
     verdicts: list[list[float | None]] = field(default_factory=list)
     components: dict[str, list[float | None]] = field(default_factory=dict)
     rewards: list[float | None] = field(default_factory=list)
+    changes: list[tuple[str, tuple]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class LMRequest:
     messages: tuple[dict, ...]
     max_tokens: int = 4096
     temperature: float = 0.0
+    salt: str = ""  # tells equal requests apart, such as the tries of one: each has its own reply
 
 
 @dataclass(frozen=True)

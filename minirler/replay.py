@@ -1,40 +1,68 @@
-"""What a step leaves behind to be compared with, and the first place where two runs differ.
+"""A stored run once more: does each step come out the same, and if not, where first not?
 
     python -m minirler.train replay=RUN     runs RUN again in a scratch folder next to it
 
-A trace holds every token that was sampled, with its log-prob, every call with its result, every
-criterion, verdict and reward, and no times. A deterministic run gives it again, bit for bit, where
-tools and judge do: the local corpus and the offline judge.
+A run's traces hold every token that was sampled, with its log-prob, every call with its result,
+every criterion, verdict and reward, and no times. A deterministic run gives them again, bit for
+bit, where tools and judge do: the local corpus and the offline judge.
 
-Not here: running (`train`). No torch.
+Not here: the loop, which `train` hands in.
 """
 
-import dataclasses
+import asyncio
 import json
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
-from .records import Group
+import torch
+
+from .config import ConfigError, flatten, load_config
+from .log import say
+from .run import Run, open_run
+
+FIXED = {"train.deterministic": True, "judge.backend": "offline", "tools.backend": "local"}
+Train = Callable[[Run, int], Awaitable[None]]  # train.train: to a step
 
 
-def trace(group: Group) -> dict:
-    """A group as JSON: enough to judge it again or to look at it. No times, so that it replays."""
-    return {
-        "prompt": dataclasses.asdict(group.prompt),
-        "criteria": [dataclasses.asdict(c) for c in group.criteria],
-        "verdicts": group.verdicts,
-        "components": group.components,
-        "rewards": group.rewards,
-        "rollouts": [
-            dataclasses.asdict(r)
-            | {"calls": [(dataclasses.asdict(c), _timeless(result)) for c, result in r.calls]}
-            for r in group.rollouts
-        ],
-    }
+def replay(folder: Path, train: Train) -> int:
+    """Say whether the run came out the same: 0 if it did, 1 if not, 2 where it cannot be run."""
+    try:
+        difference = replayed(folder, train)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    say(difference or f"{folder}: all {num_steps(folder)} steps came out the same")
+    return int(difference is not None)
 
 
-def _timeless(result) -> dict:
-    return {k: v for k, v in dataclasses.asdict(result).items() if k != "seconds"}
+def replayed(folder: Path, train: Train) -> str | None:
+    """Run again what `folder` holds, step by step; the first difference in words, None for none.
+
+    Raises ConfigError for a run that need not come out the same.
+    """
+    config = load_config([str(folder / "config.toml")])
+    for name, wanted in FIXED.items():
+        if (value := flatten(config)[name]) != wanted:
+            raise ConfigError(f"{folder} had {name} = {value!r}: only {wanted!r} can be replayed")
+    steps = num_steps(folder)
+    torch.set_num_threads(config.run.threads or torch.get_num_threads())
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-replay-", dir=folder.parent) as scratch:
+        run = open_run(replace(config, run=replace(config.run, dir=scratch)))
+        run.held_out.clear()  # evaluations change nothing that is compared
+        for step in range(1, steps + 1):
+            asyncio.run(train(run, step))
+            if difference := first_difference(folder, run.folder, step):
+                return difference
+        stored, hashes = folder / "hashes.json", run.hashes()
+        old = json.loads(stored.read_text()) if stored.exists() else hashes
+        # those of an earlier end say nothing of the steps that came after it
+        if old["traces"] == hashes["traces"] and old != hashes:
+            return f"step {steps}: hashes {old}, in the replay {hashes}"
+    return None
 
 
 def step_path(folder: Path, step: int) -> Path:

@@ -9,9 +9,10 @@
     RUN/hashes.json         of weights, buffer and traces, once the run has ended
 
 State changes hands only at step borders: `capture` notes it there and `save` writes what was
-noted. So a run that is interrupted within a step is saved as of that step's start.
+noted. So a run that is interrupted within a step is saved as of that step's start. Of several ranks
+each has a `Run` with the same state; rank 0 writes the files.
 
-Not here: the loop (`train`).
+Not here: the loop (`train`), and how its parts are made (`parts`).
 """
 
 import dataclasses
@@ -23,30 +24,23 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from . import checkpoint
-from .config import Config, ConfigError, asset_path, flatten, load_config, to_toml
-from .data import PromptOrder, read_prompts, read_system_prompt
-from .evolve import dataset_rubrics
+from . import checkpoint, parts, state
+from .config import Config, asset_path, to_toml
+from .data import PromptOrder
+from .dist import Policy, open_policy, open_reference, whole
 from .judge import Judge
 from .linear import make_invariant_
-from .lm import OpenAILM
 from .log import MetricsLog, Timers
-from .offline import OfflineLM
 from .qwen3 import Qwen3
+from .ranks import ALONE, Ranks
 from .records import LM, Group, Prompt
-from .replay import step_path, trace
 from .rollout import RolloutEngine
 from .rubrics import RubricBuffer
 from .sampler import Sampler
-from .search import LocalSearch, build_index
-from .tokenizer import Tokenizer, stop_ids
-from .tools import Executor, local_tools
-from .weights import load_model, save_model
-from .world import World, make_prompt, make_world
+from .search import LocalSearch
+from .tokenizer import Tokenizer
+from .world import World
 
-# What may differ between a run folder's settings and those it is resumed with.
-MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints",
-              "monitor.stop", "monitor.patience"}  # fmt: skip
 LOGS = ("metrics.jsonl", "rubrics.jsonl")
 
 
@@ -55,9 +49,10 @@ class Run:
     """The parts of a run, and how far it has come: `step` updates done, `evaluations` by step."""
 
     config: Config
+    ranks: Ranks
     folder: Path
     tokenizer: Tokenizer
-    model: Qwen3
+    policy: Policy
     reference: Qwen3 | None
     optimizer: torch.optim.Optimizer
     sampler: Sampler
@@ -70,12 +65,28 @@ class Run:
     prompts: dict[str, Prompt]
     held_out: list[Prompt]
     order: PromptOrder
-    log: MetricsLog
+    log: MetricsLog | None  # of rank 0
     timers: Timers
     step: int = 0
+    skips: int = 0  # steps in a row that were skipped because something was not finite
     evaluations: dict[int, dict] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # what went wrong in making rubrics, this step
     captured: dict = field(default_factory=dict)
+    should_end: bool = False  # after this step
+
+    @property
+    def model(self) -> Qwen3:
+        """What is optimised."""
+        return self.policy.masters
+
+    @property
+    def rows(self) -> list[dict]:
+        """The lines of metrics so far; rank 0 has them."""
+        return self.log.rows if self.log else []
+
+    def end_soon(self) -> None:
+        """Save and end after this step."""
+        self.should_end = True
 
     async def search(self, query: str) -> list:
         """A search on behalf of the rubric generator."""
@@ -87,49 +98,59 @@ class Run:
         return [self.prompts[names[i]] for i in self.order.next(count)]
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises ConfigError for one that is too long."""
-        ids = self.tokenizer.render(list(prompt.messages), add_generation_prompt=True)
-        limit = self.config.rollout.max_prompt_tokens
-        if len(ids) > limit:
-            raise ConfigError(
-                f"prompt {prompt.id!r} has {len(ids)} tokens but rollout.max_prompt_tokens is"
-                f" {limit}: raise that, or shorten the prompt"
-            )
-        return ids
+        """Token ids of a prompt."""
+        return parts.prompt_ids(self.config, self.tokenizer, prompt)
 
     def record(self, groups: list[Group], metrics: dict) -> None:
-        """Write one step: its traces, rubric events and metrics."""
+        """Write one step: its traces, rubric events (in the groups' order) and metrics."""
+        place = {group.prompt.id: i for i, group in enumerate(groups)}
+        events = sorted(self.buffer.drain_events(), key=lambda event: place[event["prompt_id"]])
+        if not self.ranks.is_first:
+            return
+        path = self.folder / "rollouts" / f"step_{self.step:06d}.jsonl"
         lines = (json.dumps(trace(group), ensure_ascii=False) for group in groups)
-        text = "".join(line + "\n" for line in lines)
-        step_path(self.folder, self.step).write_text(text, encoding="utf-8")
+        path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         with open(self.folder / "rubrics.jsonl", "a", encoding="utf-8") as file:
-            for event in self.buffer.drain_events():
+            for event in events:
                 file.write(json.dumps({"step": self.step} | event, ensure_ascii=False) + "\n")
-        self.log.write({"step": self.step} | metrics)
+        self.write(metrics)
+
+    def write(self, metrics: dict) -> None:
+        """Write a line of metrics."""
+        if self.log:
+            self.log.write({"step": self.step} | metrics)
 
     def capture(self) -> None:
         """Note the state at this step border; `save` writes it."""
+        logs = LOGS if self.ranks.is_first else ()
         self.captured = {
             "step": self.step,
             "buffer": self.buffer.state(),
             "data": self.order.state(),
-            "rng": checkpoint.rng_state(),
-            "logs": {name: checkpoint.log_offset(self.folder / name) for name in LOGS},
+            "rng": state.rng_state(),
+            "skips": self.skips,
+            "logs": {name: checkpoint.log_offset(self.folder / name) for name in logs},
             "evaluations": {str(step): row for step, row in self.evaluations.items()},
         }
 
     def save(self) -> None:
         """Write a checkpoint of the state that `capture` noted."""
+        model, optimizer, ranks = self.model, self.optimizer, self.ranks
         checkpoint.save(
             self.folder, self.captured["step"], state=self.captured,
-            write_model=lambda folder: save_model(self.model, folder),
-            optimizer=checkpoint.optimizer_state(self.optimizer, self.model),
-            keep=self.config.train.keep_checkpoints,
+            write_model=lambda folder: state.write_model(folder, model, optimizer, ranks),
+            optimizer=state.optimizer_state(optimizer, model) if ranks.size == 1 else {},
+            keep=self.config.train.keep_checkpoints, ranks=ranks,
         )  # fmt: skip
 
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of the weights, of the rubric buffer and of all traces."""
-        weights = hashlib.sha256(safetensors.torch.save(self.model.state_dict()))
+        """SHA-256 of the weights, of the rubric buffer and of all traces. A collective."""
+        if self.ranks.size == 1:
+            weights = hashlib.sha256(safetensors.torch.save(self.model.state_dict()))
+        else:  # one parameter at a time: all of them would not fit a host that holds shards
+            weights = hashlib.sha256()
+            for name, parameter in self.model.named_parameters():
+                weights.update(name.encode() + state.tensor_bytes(whole(parameter)))
         traces = hashlib.sha256()
         for path in sorted((self.folder / "rollouts").iterdir()):
             traces.update(path.read_bytes())
@@ -138,40 +159,56 @@ class Run:
         return {name: part.hexdigest() for name, part in parts.items()}
 
 
-def open_run(config: Config) -> Run:
+def trace(group: Group) -> dict:
+    """A group as JSON: enough to judge it again or to look at it. No times, so that it replays."""
+    return {
+        "prompt": dataclasses.asdict(group.prompt),
+        "criteria": [dataclasses.asdict(c) for c in group.criteria],
+        "verdicts": group.verdicts,
+        "components": group.components,
+        "rewards": group.rewards,
+        "rollouts": [
+            dataclasses.asdict(r)
+            | {"calls": [(dataclasses.asdict(c), _timeless(result)) for c, result in r.calls]}
+            for r in group.rollouts
+        ],
+    }
+
+
+def _timeless(result) -> dict:
+    return {k: v for k, v in dataclasses.asdict(result).items() if k != "seconds"}
+
+
+def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     """Build all parts for `config`, and resume if its run folder holds a checkpoint.
 
     Raises ConfigError, in one line, for whatever is missing, cannot be written or does not fit.
     """
     path = asset_path(config.model.path)
     tokenizer = Tokenizer.from_path(path)
-    world, prompts, held_out = _questions(config)
-    folder = _open_folder(config)
-    saved = checkpoint.load_latest(folder)
-    model = load_model(saved.path / "model" if saved else path, config.model.dtype)
-    is_pulled_back = config.algo.beta and config.algo.reference == "first"
-    reference = load_model(path, config.model.dtype) if is_pulled_back else None
-    if config.train.deterministic:
-        make_invariant_([model, reference] if reference else [model], tokenizer.num_valid)
-    _check_sizes(config, model, len(prompts))
-    sampler_settings = dataclasses.asdict(config.sampler)
-    sampler = Sampler(model, num_valid=tokenizer.num_valid, **sampler_settings)
-    corpus, timers = _corpus(config, folder, world), Timers()
-    judge_lm, generator = _language_models(config)
+    world, prompts, held_out = parts.questions(config)
+    folder = ranks.first_then_others(lambda: parts.open_folder(config, ranks))
+    saved = ranks.gather(checkpoint.load_latest(folder) if ranks.is_first else None)[0]
+    weights = saved.path / "model" if saved else path
+    masters = state.load_masters(weights, config.model.dtype, config.dist, ranks)
+    policy = open_policy(masters, path, config.model.dtype, ranks)
+    reference = _reference(config, path, ranks)
+    _prepare_(config, policy, reference, tokenizer.num_valid)
+    sampler = Sampler(
+        policy.copy, num_valid=tokenizer.num_valid, **dataclasses.asdict(config.sampler)
+    )
+    parts.check_sizes(config, sampler, tokenizer, prompts, held_out)
+    corpus = ranks.first_then_others(lambda: parts.corpus(config, folder, world))
+    (judge_lm, generator), timers = parts.language_models(config, folder, ranks), Timers()
     run = Run(
-        config, folder, tokenizer, model,
-        reference=reference,
+        config, ranks, folder, tokenizer, policy, reference=reference,
         optimizer=torch.optim.AdamW(
-            model.parameters(), lr=config.train.lr, weight_decay=config.train.weight_decay
+            policy.masters.parameters(), lr=config.train.lr,
+            weight_decay=config.train.weight_decay,
         ),
         sampler=sampler,
-        engine=RolloutEngine(
-            sampler, tokenizer, _executor(config, corpus), timers=timers,
-            max_tokens=config.rollout.max_tokens, max_tool_calls=config.rollout.max_tool_calls,
-            stop_ids=stop_ids(path, tokenizer), stop=(config.rollout.stop,),
-            deterministic=config.train.deterministic,
-            tool_wait_steps=config.rollout.tool_wait_steps,
-        ),
+        engine=parts.engine(config, sampler, tokenizer, parts.executor(config, corpus, ranks),
+                            timers),
         judge=Judge(judge_lm, config.judge), generator=generator, corpus=corpus,
         buffer=RubricBuffer(
             config.rubrics.max_active, config.judge.min_scored, config.rubrics.history,
@@ -179,107 +216,46 @@ def open_run(config: Config) -> Run:
         ),
         world=world, prompts={p.id: p for p in prompts}, held_out=held_out,
         order=PromptOrder(len(prompts), config.run.seed),
-        log=MetricsLog(folder, saved.state["logs"]["metrics.jsonl"] if saved else 0), timers=timers,
+        log=MetricsLog(folder, saved.state["logs"]["metrics.jsonl"] if saved else 0)
+        if ranks.is_first else None,
+        timers=timers,
     )  # fmt: skip
-    for prompt in [*prompts, *held_out]:
-        run.prompt_ids(prompt)
+    if ranks.is_first:  # last: settings that were refused must not bind a run folder
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     _restore(run, saved)
     run.capture()
     return run
 
 
+def _reference(config: Config, path: Path, ranks: Ranks) -> Qwen3 | None:
+    """The policy that training began with, where the KL from it counts."""
+    if not config.algo.beta or config.algo.reference != "first":
+        return None
+    return open_reference(path, config.model.dtype, config.dist, ranks)
+
+
+def _prepare_(config: Config, policy: Policy, reference: Qwen3 | None, num_valid: int) -> None:
+    """Set how the models compute."""
+    for layer in policy.trained.model.layers:
+        layer.is_checkpointed = config.train.checkpoint_activations
+    if config.train.deterministic:
+        make_invariant_([m for m in (policy.copy, policy.trained, reference) if m], num_valid)
+
+
 def _restore(run: Run, saved: checkpoint.Checkpoint | None) -> None:
     """Bring the run to where `saved` stands (None: the start) and drop what was written later."""
     if saved:
-        run.step, state = saved.step, saved.state
-        run.buffer = RubricBuffer.from_state(state["buffer"])
-        run.order.load(state["data"])
-        run.evaluations = {int(step): row for step, row in state["evaluations"].items()}
-        checkpoint.load_optimizer(run.optimizer, run.model, saved.optimizer)
-        checkpoint.restore_rng(state["rng"])
+        run.step, noted = saved.step, saved.state
+        run.buffer = RubricBuffer.from_state(noted["buffer"])
+        run.order.load(noted["data"])
+        run.skips = noted.get("skips", 0)
+        run.evaluations = {int(step): row for step, row in noted["evaluations"].items()}
+        state.read_moments_(saved.path, run.model, run.optimizer)
+        state.restore_rng(noted["rng"])
+    if not run.ranks.is_first:
+        return
     offset = saved.state["logs"]["rubrics.jsonl"] if saved else 0
     checkpoint.truncate_log(run.folder / "rubrics.jsonl", offset)
     for path in (run.folder / "rollouts").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) > run.step:
             path.unlink()
-
-
-def _open_folder(config: Config) -> Path:
-    """Make the run folder, or check that the one there was made with the same settings."""
-    folder = Path(config.run.dir)
-    if (folder / "config.toml").exists():
-        before, now = flatten(load_config([str(folder / "config.toml")])), flatten(config)
-        changed = [k for k in now if now[k] != before[k] and k not in MAY_CHANGE]
-        if changed:
-            what = ", ".join(f"{k} {before[k]!r} -> {now[k]!r}" for k in changed)
-            raise ConfigError(
-                f"{folder} was made with other settings ({what}): set another run.dir"
-            )
-    try:
-        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir = {config.run.dir!r} cannot be written ({error.strerror}): set another one"
-        ) from error
-    return folder
-
-
-def _questions(config: Config) -> tuple[World | None, list[Prompt], list[Prompt]]:
-    """(world, prompts to train on, prompts to evaluate on)."""
-    system = read_system_prompt(config.data.system_prompt)
-    if config.data.source != "almanac":
-        prompts = read_prompts(config.data.source, system)
-        for prompt in prompts:
-            dataset_rubrics(prompt)  # malformed rubrics are told at the start, not in mid-run
-        return None, prompts, []
-    world = make_world(config.world.seed, config.world.entities, config.world.held_out)
-    held_out = [make_prompt(name, system) for name in world.held_out[: config.eval.prompts]]
-    return world, [make_prompt(name, system) for name in world.train], held_out
-
-
-def _corpus(config: Config, folder: Path, world: World | None) -> LocalSearch:
-    """The search index: the one named, or the almanac's own, made in the run folder."""
-    path = Path(config.tools.corpus or folder / "corpus.sqlite")
-    if not config.tools.corpus:
-        if world is None:
-            raise ConfigError(
-                "tools.corpus is empty: name an index, made by `python -m minirler.search index`"
-            )
-        if not path.exists():
-            build_index(path, world.documents, progress=False)
-    return LocalSearch(path, config.tools.snippet_words)
-
-
-def _executor(config: Config, corpus: LocalSearch) -> Executor:
-    tools = config.tools
-    return Executor(
-        local_tools(corpus, tools.results), max_concurrent=tools.max_concurrent,
-        deadline_s=tools.deadline_s, retries=tools.retries, id_chars=tools.id_chars,
-        seed=config.run.seed,
-    )  # fmt: skip
-
-
-def _language_models(config: Config) -> tuple[LM, LM]:
-    """(judge, rubric generator)."""
-    judge = config.judge
-    if judge.backend == "offline":
-        return OfflineLM(), OfflineLM()
-    lm = OpenAILM(
-        judge.model, judge.base_url, judge.api_key_env, judge.max_concurrent, judge.deadline_s
-    )
-    name = config.rubrics.generator_model
-    return lm, lm.with_model(name) if name else lm
-
-
-def _check_sizes(config: Config, model: Qwen3, num_prompts: int) -> None:
-    rollout, context = config.rollout, model.config.max_position_embeddings
-    if rollout.max_prompt_tokens + rollout.max_tokens > context:
-        raise ConfigError(
-            f"rollout.max_prompt_tokens + rollout.max_tokens = {rollout.max_prompt_tokens} +"
-            f" {rollout.max_tokens} is more than the model's context of {context}: lower one"
-        )
-    if rollout.prompts > num_prompts:
-        raise ConfigError(
-            f"rollout.prompts = {rollout.prompts}, but there are {num_prompts} prompts: lower it"
-        )

@@ -14,6 +14,7 @@ class RunConfig:
     dir: str = "runs/run"  # the run folder; an existing one is resumed
     seed: int = 0
     threads: int = 0  # CPU threads of torch; 0 leaves torch's own choice
+    services: str = "record"  # their replies are kept in the run folder; "replay": asked from there
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,17 @@ class TrainConfig:
     micro_batch_tokens: int = 18432  # tokens of one packed micro-batch; holds the longest rollout
     logits_chunk: int = 1024  # tokens whose logits exist at once
     deterministic: bool = False
+    checkpoint_activations: bool = False  # keep a layer's input alone: less memory, a third slower
     checkpoint_every: int = 50
     keep_checkpoints: int = 3
+
+
+@dataclass(frozen=True)
+class DistConfig:
+    """Several ranks (torchrun): how the policy is split over them."""
+
+    replicas: int = 1  # of the sharded policy; as many as there are nodes keeps gathers within one
+    offload: bool = False  # masters and moments in the host's memory, for CUDA
 
 
 @dataclass(frozen=True)
@@ -215,6 +225,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
@@ -230,9 +241,9 @@ LEAST = {
     "rubrics.evolve_every": 1, "rubrics.max_new": 1, "rubrics.max_rollout_chars": 1,
     "train.steps": 0, "train.mini_batches": 1, "train.epochs": 1, "train.micro_batch_tokens": 1,
     "train.logits_chunk": 1, "train.checkpoint_every": 1, "train.keep_checkpoints": 1,
-    "eval.prompts": 1, "monitor.patience": 1, "sft.steps": 1, "sft.batch": 1, "sft.vocab_size": 282,
-    "sft.hidden_size": 1, "sft.num_layers": 1, "sft.num_heads": 1, "sft.num_kv_heads": 1,
-    "sft.head_dim": 2, "sft.intermediate_size": 1,
+    "dist.replicas": 1, "eval.prompts": 1, "monitor.patience": 1, "sft.steps": 1, "sft.batch": 1,
+    "sft.vocab_size": 282, "sft.hidden_size": 1, "sft.num_layers": 1, "sft.num_heads": 1,
+    "sft.num_kv_heads": 1, "sft.head_dim": 2, "sft.intermediate_size": 1,
 }  # fmt: skip
 MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.0,
         "algo.clip_low": 1.0}  # fmt: skip
@@ -245,6 +256,7 @@ REFUSED = dict.fromkeys(
     "another policy; lower rollout.temperature instead",
 )
 CHOICES = {
+    "run.services": ("record", "replay", "live"),
     "model.dtype": ("float32", "bfloat16"),
     "tools.backend": ("local",),
     "judge.backend": ("offline", "openai"),

@@ -1,11 +1,13 @@
 """The loop: sample, judge, evolve, advantage, pack, step, sync.
 
     python -m minirler.train [CONFIG] [key=value ...]
+    torchrun --nproc-per-node 8 -m minirler.train [CONFIG] [key=value ...]
     python -m minirler.train replay=RUN         # run again, and tell the first difference
 
 Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and
 no network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves
-and ends; a second Ctrl-C ends at once.
+and ends; a second Ctrl-C ends at once. Several ranks share a step's prompts, then its tokens; each
+holds all groups and the same rubric buffer. Ctrl-C ends them after the step.
 
 Not here: how a step of the loop is done (each is a module of its own), and how the parts are put
 together and kept (`run`).
@@ -13,53 +15,64 @@ together and kept (`run`).
 
 import asyncio
 import json
+import signal
 import sys
-import tempfile
 import time
+import traceback
+from collections.abc import Iterator
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from . import monitor
-from .config import ConfigError, flatten, load_config, table
+from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups
-from .log import Bar, before_after, say, step_line
+from .log import Bar, before_after, mean, say, step_line
+from .ranks import Ranks, join
 from .records import Group, Prompt, Rollout
-from .replay import first_difference, num_steps
+from .replay import replay
 from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
 from .update import update
 
+MAX_SKIPS = 3  # steps in a row without a finite loss and gradient, after which a run ends
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
 
 
 async def train(run: Run, until: int | None = None) -> None:
-    """Train from where the run stands to step `until` (default: `train.steps`). Cancelling is safe
-    at every await: the state is whole at a step border, and nothing before `update` touches the
-    weights."""
+    """Train from where the run stands to step `until` (`train.steps`). Cancelling is safe at every
+    await: the state is whole at a step border, and nothing before `update` touches the weights."""
     settings = run.config.train
-    until = settings.steps if until is None else until
     while True:
         if is_evaluation_due(run):
             await hold_out(run)
-        if run.step >= until:
+        if run.step >= (settings.steps if until is None else until):
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
         metrics = update(run, groups)
+        run.policy.sync_()
         run.sampler.weights_changed()
         run.step += 1
         report(run, groups, metrics, time.monotonic() - started)
         run.capture()
-        lasting = monitor.lasting(run.log.rows, run.config.monitor.patience)
+        lasting = run.ranks.gather(monitor.lasting(run.rows, run.config.monitor.patience))[0]
+        is_lost, is_ending = run.skips >= MAX_SKIPS, any(run.ranks.gather(run.should_end))
         ends = bool(lasting) and run.config.monitor.stop
-        if ends or run.step % settings.checkpoint_every == 0 or run.step == settings.steps:
+        is_due = run.step % settings.checkpoint_every == 0 or run.step == settings.steps
+        if ends or is_lost or is_ending or is_due:
             run.save()
+        if is_lost:
+            raise FloatingPointError(
+                f"loss or gradient was not finite in {run.skips} steps in a row; step {run.step} is"
+                f" saved in {run.folder}: lower train.lr, or look at its rollouts"
+            )
+        if is_ending:
+            raise asyncio.CancelledError
         if ends:
             say(f"stopped (monitor.stop): {', '.join(lasting)}")
             break
@@ -93,6 +106,7 @@ def is_flat(group: Group) -> bool:
 async def sample_groups(run: Run, prompts: list[Prompt]) -> list[Group]:
     """The groups of `prompts`. A group is judged while the others still decode."""
     cfg = run.config.rollout
+    prompts = run.ranks.share(prompts)
     ids = [run.prompt_ids(prompt) for prompt in prompts]
     params = SamplingParams(temperature=cfg.temperature, seed=run.config.run.seed)
     scoring = []
@@ -103,16 +117,34 @@ async def sample_groups(run: Run, prompts: list[Prompt]) -> list[Group]:
                 scoring.append(asyncio.create_task(score(run, rollouts)))
     with run.timers("judge"):
         groups = {group.prompt.id: group for group in await asyncio.gather(*scoring)}
-    return [groups[prompt.id] for prompt in prompts]
+    return exchange(run, [groups[prompt.id] for prompt in prompts])
+
+
+def exchange(run: Run, groups: list[Group]) -> list[Group]:
+    """The groups of all ranks in prompt order, of this rank's; all buffers then agree."""
+    mine = {group.prompt.id for group in groups}
+    groups = run.ranks.unshare(groups)
+    for group in groups:
+        if group.prompt.id not in mine:
+            for method, arguments in group.changes:
+                getattr(run.buffer, method)(group.prompt.id, *arguments)
+    run.notes = [note for notes in run.ranks.gather(run.notes) for note in notes]
+    return groups
 
 
 async def score(run: Run, rollouts: list[Rollout]) -> Group:
     """Judge one group: by persistent rubrics, and by evolving ones from its own contrast."""
     cfg, buffer, prompt = run.config.rubrics, run.buffer, run.prompts[rollouts[0].prompt_id]
+    changes = []
+
+    def change(method: str, *arguments) -> None:
+        changes.append((method, arguments))
+        getattr(buffer, method)(prompt.id, *arguments)
+
     with run.timers("judge"):
         if not any(rubric.kind == "persistent" for rubric in buffer.criteria(prompt.id)):
             rubrics, why = await persistent_rubrics(run.generator, run.search, prompt, cfg)
-            buffer.add(prompt.id, rubrics)
+            change("add", rubrics)
             run.notes += [why] if why else []
         new = []
         if cfg.evolve and run.step % cfg.evolve_every == 0:
@@ -121,14 +153,14 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
             )
             run.notes += [why] if why else []
         if cfg.score_new == "same_step":
-            buffer.add(prompt.id, new)
-        group = Group(prompt, rollouts, buffer.criteria(prompt.id))
+            change("add", new)
+        group = Group(prompt, rollouts, buffer.criteria(prompt.id), changes=changes)
         answers = [rollout.answer for rollout in rollouts]
         group.verdicts = await run.judge.score_group(prompt.question, answers, group.criteria)
         outcome = apply_(group, run.config.reward, run.config.judge)
-        buffer.observe(prompt.id, [c.id for c in group.criteria], outcome.observed)
+        change("observe", [c.id for c in group.criteria], outcome.observed)
         if cfg.score_new == "next_visit":
-            buffer.add(prompt.id, new)
+            change("add", new)
     return group
 
 
@@ -146,10 +178,10 @@ async def hold_out(run: Run) -> None:
     with Bar(len(run.held_out), "held out") as bar:
         row = await evaluate(
             run.engine, run.world, run.held_out, [run.prompt_ids(p) for p in run.held_out],
-            run.config.eval.temperature, run.config.run.seed, run.step, bar,
+            run.config.eval.temperature, run.config.run.seed, run.step, bar, run.ranks,
         )  # fmt: skip
     run.evaluations[run.step] = row
-    run.log.write({"step": run.step} | {f"held_out/{name}": x for name, x in row.items()})
+    run.write({f"held_out/{name}": x for name, x in row.items()})
     run.timers.reset()
     say(f"held out at step {run.step}: gold coverage {row['gold']:.3f}, {row['tokens']:.0f} tokens")
 
@@ -175,11 +207,12 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
         "seconds": seconds, "tokens_per_s": tokens / seconds,
     }  # fmt: skip
     row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
-    row |= {f"judge/{name}": x for name, x in vars(run.judge.take_counts()).items()}
+    counts = run.ranks.gather(vars(run.judge.take_counts()))
+    row |= {f"judge/{name}": add(part[name] for part in counts) for name in counts[0]}
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
     row |= monitor.indicators(groups)
-    ringing = monitor.lasting(run.log.rows, 1)
-    row["alarms"] = monitor.alarms([*run.log.rows, row])
+    ringing = monitor.lasting(run.rows, 1)
+    row["alarms"] = monitor.alarms([*run.rows, row])
     run.notes.clear()
     run.record(groups, row)
     left = run.config.train.steps - run.step
@@ -189,14 +222,20 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
             say(f"  alarm {name}: {monitor.ALARMS[name][1]}")
 
 
-def mean(values: list[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return sum(values) / len(values) if values else None
+def add(parts: Iterator) -> float | str:
+    """The sum over the ranks; of texts the first that says something."""
+    first, *others = parts
+    for other in others:
+        first = first or other if isinstance(first, str) else first + other
+    return first
 
 
 async def supervise(run: Run) -> int:
     """`train`, then the table of what it brought. The first Ctrl-C cancels this task: save and
-    end."""
+    end. One of several ranks must not leave the others in mid-step: it waits for the step's end."""
+    if run.ranks.size > 1:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, run.end_soon)
     try:
         await train(run)
     except asyncio.CancelledError:
@@ -208,71 +247,49 @@ async def supervise(run: Run) -> int:
         say(f"\nheld-out questions, step {first} -> step {last}")
         say(before_after(run.evaluations[first], run.evaluations[last], dict(METRICS)))
     hashes = run.hashes()
-    (run.folder / "hashes.json").write_text(json.dumps(hashes, indent=1) + "\n")
+    if run.ranks.is_first:
+        (run.folder / "hashes.json").write_text(json.dumps(hashes, indent=1) + "\n")
     say("hashes: " + "  ".join(f"{name} {value[:12]}" for name, value in hashes.items()))
     say(f"run folder: {run.folder}")
     return 0
 
 
-def replay(folder: Path) -> str | None:
-    """Run what `folder` holds again in a scratch folder next to it, step by step; returns the first
-    difference in words, None if there is none.
-
-    Raises ConfigError for a run that need not come out the same.
-    """
-    config = load_config([str(folder / "config.toml")])
-    fixed = {"train.deterministic": True, "judge.backend": "offline", "tools.backend": "local"}
-    for name, wanted in fixed.items():
-        if (value := flatten(config)[name]) != wanted:
-            raise ConfigError(f"{folder} had {name} = {value!r}: only {wanted!r} can be replayed")
-    torch.set_num_threads(config.run.threads or torch.get_num_threads())
-    steps = num_steps(folder)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}-replay-", dir=folder.parent) as scratch:
-        run = open_run(replace(config, run=replace(config.run, dir=scratch)))
-        run.held_out.clear()  # evaluations change nothing that is compared
-        for step in range(1, steps + 1):
-            asyncio.run(train(run, step))
-            if difference := first_difference(folder, run.folder, step):
-                return difference
-        stored, hashes = folder / "hashes.json", run.hashes()
-        old = json.loads(stored.read_text()) if stored.exists() else hashes
-        # those of an earlier end say nothing of the steps that came after it
-        if old["traces"] == hashes["traces"] and old != hashes:
-            return f"step {steps}: hashes {old}, in the replay {hashes}"
-    return None
-
-
-def main_replay(folder: Path) -> int:
-    """`replay=RUN`: 0 where the run came out the same, 1 where not, 2 where it cannot be run."""
-    try:
-        difference = replay(folder)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    say(difference or f"{folder}: all {num_steps(folder)} steps came out the same")
-    return int(difference is not None)
-
-
 def main(argv: list[str] | None = None) -> int:
-    """Command line. What the user can mend (setting, file, disk) is an error of one line."""
+    """Command line; a rank that fails takes the others with it, and they say why."""
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) == 1 and argv[0].startswith("replay="):
-        return main_replay(Path(argv[0].removeprefix("replay=")))
+        return replay(Path(argv[0].removeprefix("replay=")), train)
+    ranks = join()
+    try:
+        status = start(argv, ranks)
+    except BaseException as error:
+        if ranks.size > 1:
+            traceback.print_exc()
+        ranks.fail(error)
+        raise
+    ranks.leave()
+    return status
+
+
+def start(argv: list[str], ranks: Ranks) -> int:
+    """Train. What the user can mend (setting, file, disk) is an error of one line."""
     try:
         config = load_config(argv, DEFAULT)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         say(table(config))
-        run = open_run(config)
+        run = open_run(config, ranks)
         say(run.sampler.room(config.rollout.max_prompt_tokens + config.rollout.max_tokens))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        ranks.fail(error)
         return 2
     try:
         say(f"{run.folder}: {len(run.prompts)} prompts, {config.train.steps} steps, at {run.step}")
         return asyncio.run(supervise(run))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
+        ranks.fail(error)
         return 2
     except KeyboardInterrupt:
         return 130

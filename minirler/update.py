@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .config import Config
+from .dist import whole
 from .grpo import flat_groups, group_advantages, kl_terms, policy_loss
 from .pack import MicroBatch, pack
 from .policy import batch_logps, set_lr_
@@ -23,10 +24,13 @@ from .run import Run
 
 @dataclass(frozen=True)
 class Part:
-    """The micro-batches of one optimiser step, and the reference's log-probs [N] of each."""
+    """One optimiser step: this rank's micro-batches, the reference's log-probs [N] of each, and
+    what all ranks' micro-batches have together."""
 
     batches: list[MicroBatch]
     ref_logps: list[Tensor | None]
+    tokens: int  # that are trained on
+    denominator: int  # of the loss
 
 
 def update(run: Run, groups: list[Group]) -> dict[str, float]:
@@ -43,17 +47,31 @@ def update(run: Run, groups: list[Group]) -> dict[str, float]:
         parts = []
         for first, last in borders(len(groups), settings.mini_batches):
             mine = [a if first <= p < last else None for a, p in zip(wanted, index, strict=True)]
-            batches = pack(rollouts, mine, settings.micro_batch_tokens)
-            metrics["trained_tokens"] += sum(batch.token_count() for batch in batches)
-            metrics["packed_tokens"] += sum(len(batch.ids) for batch in batches)
-            if any(batch.token_count() for batch in batches):
+            batches = packed(run, rollouts, mine)
+            counts = run.ranks.total({
+                "trained_tokens": sum(batch.token_count() for batch in batches),
+                "packed_tokens": sum(len(batch.ids) for batch in batches),
+                "denominator": denominator(run.config, batches),
+            })  # fmt: skip
+            total = counts.pop("denominator")
+            metrics |= {name: metrics[name] + count for name, count in counts.items()}
+            if tokens := counts["trained_tokens"]:
                 is_used = bool(algo.beta) and algo.kl_in == "loss"
                 refs = [reference_logps(run, batch) if is_used else None for batch in batches]
-                parts.append(Part(batches, refs))
+                parts.append(Part(batches, refs, tokens, total))
         rows = [step_(run, part) for _ in range(settings.epochs) for part in parts]
     for name in rows[0] if rows else ():
         metrics[name] = sum(row[name] for row in rows) / len(rows)
+    if rows:
+        run.skips = run.skips + 1 if all(row["skipped"] for row in rows) else 0
     return metrics
+
+
+def packed(run: Run, rollouts: list[Rollout], wanted: list[float | None]) -> list[MicroBatch]:
+    """This rank's micro-batches, as many as the other ranks have."""
+    ranks, limit = run.ranks, run.config.train.micro_batch_tokens
+    batches = pack(rollouts, wanted, limit, ranks.rank, ranks.size)
+    return [batch.to(ranks.device) for batch in batches]
 
 
 def advantages_of(run: Run, groups: list[Group], rollouts: list[Rollout], index: Tensor
@@ -93,29 +111,29 @@ def rollout_kl(run: Run, rollouts: list[Rollout], scored: Tensor) -> Tensor:
     """
     kl = torch.zeros(len(rollouts), dtype=torch.float64)
     wanted = [0.0 if s else None for s in scored.tolist()]
-    for batch in pack(rollouts, wanted, run.config.train.micro_batch_tokens):
+    for batch in packed(run, rollouts, wanted):
         k1 = kl_terms(reference_logps(run, batch) - batch.old_logps, "k1")  # [N]
-        kl.index_add_(0, batch.rollout[batch.mask], k1[batch.mask].double())
-    return kl
+        kl.index_add_(0, batch.rollout[batch.mask].cpu(), k1[batch.mask].double().cpu())
+    return torch.stack(run.ranks.gather(kl)).sum(0)
 
 
 @torch.no_grad()
 def reference_logps(run: Run, batch: MicroBatch) -> Tensor:
     """[N] float32: of the first policy (`algo.reference` "first") or of today's, before its
     update ("step")."""
-    model = run.model if run.reference is None else run.reference
+    model = run.policy.trained if run.reference is None else run.reference
     return batch_logps(model, batch, *logp_settings(run.config, run.tokenizer.num_valid))[0]
 
 
 def step_(run: Run, part: Part) -> dict[str, float]:
     """One optimiser step; returns its means. Left out where loss or gradient is not finite."""
     settings = run.config.train
-    total = denominator(run.config, part.batches)
     pairs = zip(part.batches, part.ref_logps, strict=True)
-    rows = [backward(run, batch, total, ref, part) for batch, ref in pairs]
-    metrics = {name: sum(row[name] for row in rows) for name in rows[0]}
-    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_grad_norm)
-    # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both.
+    rows = [backward(run, batch, ref, part) for batch, ref in pairs]
+    metrics = run.ranks.total({name: sum(row[name] for row in rows) for name in rows[0]})
+    norm = whole(torch.nn.utils.clip_grad_norm_(run.model.parameters(), settings.max_grad_norm))
+    # A NaN must not reach the weights; a clamped NaN has a finite gradient, so look at both. They
+    # are sums over all ranks, the same number on each, and so is what follows from them.
     is_finite = math.isfinite(norm) and math.isfinite(metrics["loss"])
     if is_finite:
         schedule = settings.schedule, run.step, settings.steps, settings.warmup_steps
@@ -126,13 +144,13 @@ def step_(run: Run, part: Part) -> dict[str, float]:
 
 
 def denominator(config: Config, batches: list[MicroBatch]) -> int:
-    """What the sum of the loss is divided by, over all of an optimiser step.
+    """What the sum of the loss is divided by, over an optimiser step: this rank's part of it.
 
     "tokens": the trained tokens; "max_tokens": rollouts times `rollout.max_tokens`, a constant that
     does not favour short or long ones (Dr. GRPO, arXiv 2503.20783). With a ratio of whole rollouts
     their number.
     """
-    rollouts = sum(len(batch.cu_seqlens) - 1 for batch in batches)
+    rollouts = sum(len(batch.cu_seqlens) - 1 for batch in batches if batch.token_count())
     if config.algo.ratio != "token":
         return rollouts
     if config.algo.denominator == "max_tokens":
@@ -140,22 +158,22 @@ def denominator(config: Config, batches: list[MicroBatch]) -> int:
     return sum(batch.token_count() for batch in batches)
 
 
-def backward(run: Run, batch: MicroBatch, total: int, ref_logps: Tensor | None,
-             part: Part) -> dict[str, float]:
+def backward(run: Run, batch: MicroBatch, ref_logps: Tensor | None, part: Part
+             ) -> dict[str, float]:
     """Gradient of one micro-batch of `part`; the numbers are its shares of means over tokens."""
     algo = run.config.algo
     settings = logp_settings(run.config, run.tokenizer.num_valid)
-    logps, entropy = batch_logps(run.model, batch, *settings)  # [N]
+    logps, entropy = batch_logps(run.policy.trained, batch, *settings)  # [N]
     loss, stats = policy_loss(
-        logps, batch.old_logps, batch.advantages, batch.mask, denominator=total,
+        logps, batch.old_logps, batch.advantages, batch.mask, denominator=part.denominator,
         clip_low=algo.clip_low, clip_high=algo.clip_high, ratio=algo.ratio, segment=batch.rollout,
         ref_logps=ref_logps, kl=algo.kl, beta=algo.beta if algo.kl_in == "loss" else 0.0,
         truncate=algo.truncate or None,
     )  # fmt: skip
-    loss.backward()
-    tokens = sum(batch.token_count() for batch in part.batches)
-    shares = {name: batch.token_count() / tokens * value for name, value in stats.items()}
-    return {"loss": loss.item(), "entropy": entropy.sum().item() / tokens} | shares
+    (loss * run.ranks.size).backward()  # FSDP takes the mean over the ranks
+    share = batch.token_count() / part.tokens
+    shares = {name: share * value for name, value in stats.items()}
+    return {"loss": loss.item(), "entropy": entropy.sum().item() / part.tokens} | shares
 
 
 def logp_settings(config: Config, num_valid: int) -> tuple:

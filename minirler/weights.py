@@ -13,6 +13,7 @@ Not here: pickled checkpoints, quantised weights, downloads. The tokenizer's fil
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .qwen3 import Qwen3, Qwen3Config, Yarn
+from .qwen3 import Qwen3, Qwen3Config
+from .rotary import Yarn
 from .tokenizer import model_end_ids, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +58,24 @@ def load_model(path: str | Path, dtype: str = "float32", device: str = "cpu") ->
     check_complete(folder, shapes, state)
     model.load_state_dict(state, assign=True)
     return model.to(device)
+
+
+def fill_from_(model: Qwen3, path: str | Path, put: Callable[[Tensor, Tensor], None]) -> None:
+    """Fill a model in place from an HF folder: put(parameter, whole tensor in its dtype) for each.
+
+    The files are read one after the other, on the CPU: one of them is the extra memory.
+    """
+    folder, parameters = Path(path), dict(model.named_parameters())
+    dtype = next(iter(parameters.values())).dtype
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    seen: dict[str, Tensor] = {}
+    for file in weight_files(folder):
+        state: dict[str, Tensor] = {}
+        read_tensors(file, shapes, state, model.config.tie_word_embeddings, dtype, "cpu")
+        for name, tensor in state.items():
+            put(parameters[name], tensor)
+        seen |= dict.fromkeys(state)
+    check_complete(folder, shapes, seen)
 
 
 def read_tensors(file: Path, shapes: dict, state: dict[str, Tensor], is_tied: bool,
@@ -195,10 +215,15 @@ def save_model(model: Qwen3, path: str | Path, max_shard_bytes: int = 5_000_000_
         total = sum(map(num_bytes, state.values()))
         weight_map = {name: f for f, shard in zip(files, shards, strict=True) for name in shard}
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    save_config(model, folder)
+
+
+def save_config(model: Qwen3, folder: Path) -> None:
+    """Write config.json, and generation_config.json if ends are known."""
     if model.config.eos_token_ids:
         ends = {"eos_token_id": list(model.config.eos_token_ids)}
         write_json(folder / "generation_config.json", ends)
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     write_json(folder / "config.json", config_json(model.config, dtype))
 
 

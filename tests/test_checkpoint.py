@@ -21,14 +21,16 @@ from minirler import checkpoint
 from minirler.checkpoint import (
     CheckpointError,
     load_latest,
-    load_optimizer,
     log_offset,
+    save,
+    truncate_log,
+)
+from minirler.state import (
+    load_optimizer,
     optimizer_state,
     restore_rng,
     rng_state,
-    save,
     tensor_bytes,
-    truncate_log,
 )
 
 BUFFER = {

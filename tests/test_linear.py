@@ -138,7 +138,7 @@ def test_sampler_and_trainer_have_the_same_log_probs(tmp_path, monkeypatch, dtyp
     for limit in (16384, 1200):
         for batch in pack(rollouts, [1.0] * len(rollouts), limit):
             args = update.logp_settings(run.config, run.tokenizer.num_valid)
-            logps = batch_logps(run.model, batch, *args)[0][batch.mask].detach()
+            logps = batch_logps(run.policy.trained, batch, *args)[0][batch.mask].detach()
             assert float((logps - batch.old_logps[batch.mask]).abs().max()) == 0.0
 
 
@@ -160,7 +160,7 @@ def test_the_ratio_of_a_first_update_is_exactly_1_at_every_step(tmp_path, monkey
 
 def test_the_fast_mode_reports_a_small_mismatch_every_step(tmp_path):
     run = open_run(settings(tmp_path / "run", "train.deterministic=false"))
-    assert run.model.rows == PLAIN
+    assert run.policy.copy.rows == run.policy.trained.rows == PLAIN
     asyncio.run(loop.train(run))
     rows = [row for row in read_metrics(run.folder / "metrics.jsonl") if row.get("trained_tokens")]
     assert len(rows) == 2 and all(0 <= row["mismatch_kl"] <= 1e-6 for row in rows)

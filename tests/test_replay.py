@@ -8,7 +8,7 @@ import pytest
 
 from minirler import train as loop
 from minirler.config import load_config
-from minirler.replay import first_difference, step_path
+from minirler.replay import first_difference, replayed, step_path
 from minirler.run import open_run
 
 SMALL = (
@@ -70,7 +70,7 @@ def test_other_weights_are_told_though_every_token_is_the_same(finished, tmp_pat
     shutil.copytree(finished, folder)
     hashes = json.loads((folder / "hashes.json").read_text())
     (folder / "hashes.json").write_text(json.dumps(hashes | {"weights": "0" * 64}))
-    assert "000000" in loop.replay(folder)
+    assert "000000" in replayed(folder, loop.train)
 
 
 @pytest.mark.parametrize("change, words", [

@@ -263,7 +263,8 @@ def test_the_cache_is_as_large_as_its_bytes_allow_and_says_how_much_that_is():
 def test_log_probs_of_a_prompt_are_those_of_the_plain_forward(ids, temperature):
     ids = [i % (VOCAB - 2) for i in ids]
     logits = MODEL.logits(torch.tensor([ids]))[0, :-1, : VOCAB - 2] / temperature
-    wanted = [float(row[i]) for row, i in zip(logits.log_softmax(-1).detach(), ids[1:], strict=True)]
+    table = logits.log_softmax(-1).detach()
+    wanted = [float(row[i]) for row, i in zip(table, ids[1:], strict=True)]
     got = Sampler(MODEL, num_valid=VOCAB - 2).prompt_logps(ids, temperature)
     assert got == pytest.approx(wanted, abs=2e-5)
 
