@@ -237,7 +237,7 @@ def test_the_command_line_indexes_and_queries(tmp_path, capsys):
     assert out == f"1 documents in {path}.sqlite, 1 bad rows skipped\n"
     assert f"skipped {path}:2: expected a JSON object, got list" in err
     main(["query", f"{path}.sqlite", "one", "two"])
-    assert capsys.readouterr().out == "7\n  T\n  one\n"
+    assert capsys.readouterr().out == "7\n  T\n  one\n1 hits\n"
     for arguments, message in ((["index", str(path), "--strict"], "rows.jsonl:2"),
                                (["index", str(tmp_path / "no")], "no folder or file"),
                                (["query", str(tmp_path / "no"), "x"], "no search index")):
