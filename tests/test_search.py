@@ -108,7 +108,7 @@ def test_the_ranking_is_bm25_with_a_weighted_title():
 
 def test_a_snippet_is_a_passage_around_the_words_and_no_longer_than_asked():
     text = " ".join(f"w{i}" for i in range(500))
-    search = LocalSearch.from_documents([Document("d", "t", text)], snippet_words=8)
+    search = LocalSearch.from_documents([Document("d", "t", text)], words=8)
     (hit,) = search.search("w300")
     words = hit.text.strip(".").split()
     assert "w300" in words and len(words) <= 8
