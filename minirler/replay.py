@@ -4,27 +4,28 @@
 
 A run's traces hold every token that was sampled, with its log-prob, every call with its result,
 every criterion, verdict and reward, and no times. A deterministic run gives them again, bit for
-bit, where tools and judge do: the local corpus and the offline judge.
+bit: the local corpus and the offline judge answer alike, and services from their record.
 
 Not here: the loop, which `train` hands in.
 """
 
 import asyncio
 import json
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
 import torch
 
-from .config import ConfigError, flatten, load_config
+from .config import Config, ConfigError, load_config
 from .log import say
 from .run import Run, open_run
 
-FIXED = {"train.deterministic": True, "judge.backend": "offline", "tools.backend": "local"}
 Train = Callable[[Run, int], Awaitable[None]]  # train.train: to a step
 
 
@@ -45,13 +46,13 @@ def replayed(folder: Path, train: Train) -> str | None:
     Raises ConfigError for a run that need not come out the same.
     """
     config = load_config([str(folder / "config.toml")])
-    for name, wanted in FIXED.items():
-        if (value := flatten(config)[name]) != wanted:
-            raise ConfigError(f"{folder} had {name} = {value!r}: only {wanted!r} can be replayed")
+    if not config.train.deterministic:
+        raise ConfigError(f"{folder} had train.deterministic = false: it may come out otherwise")
     steps = num_steps(folder)
     torch.set_num_threads(config.run.threads or torch.get_num_threads())
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}-replay-", dir=folder.parent) as scratch:
-        run = open_run(replace(config, run=replace(config.run, dir=scratch)))
+        services = recorded_services(config, folder, Path(scratch))
+        run = open_run(replace(config, run=replace(config.run, dir=scratch, services=services)))
         run.held_out.clear()  # evaluations change nothing that is compared
         for step in range(1, steps + 1):
             asyncio.run(train(run, step))
@@ -63,6 +64,20 @@ def replayed(folder: Path, train: Train) -> str | None:
         if old["traces"] == hashes["traces"] and old != hashes:
             return f"step {steps}: hashes {old}, in the replay {hashes}"
     return None
+
+
+def recorded_services(config: Config, folder: Path, scratch: Path) -> str:
+    """Copy the record of what services answered; returns the `run.services` to replay with."""
+    record = folder / "services.sqlite"
+    if record.is_file() and config.run.services != "live":
+        with closing(sqlite3.connect(record)) as old, closing(
+            sqlite3.connect(scratch / record.name)
+        ) as new:
+            old.backup(new)  # a file copy would leave out what is in the write-ahead log
+        return "replay"
+    if (config.judge.backend, config.tools.backend) != ("offline", "local"):
+        raise ConfigError(f"{folder} asked services and has no record of them: nothing to replay")
+    return config.run.services
 
 
 def step_path(folder: Path, step: int) -> Path:

@@ -19,7 +19,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
@@ -30,10 +29,11 @@ from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups
-from .log import Bar, before_after, mean, say, step_line
+from .log import Bar, before_after, say
 from .ranks import Ranks, join
 from .records import Group, Prompt, Rollout
 from .replay import replay
+from .report import report
 from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
@@ -165,8 +165,7 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """At the start, every `eval.every` steps and at the end, once each, if there is a gold
-    judge."""
+    """At the start, every `eval.every` steps and at the end, once each, if entries are held out."""
     due = (
         run.step in (0, run.config.train.steps) or run.step % (run.config.eval.every or 10**9) == 0
     )
@@ -184,50 +183,6 @@ async def hold_out(run: Run) -> None:
     run.write({f"held_out/{name}": x for name, x in row.items()})
     run.timers.reset()
     say(f"held out at step {run.step}: gold coverage {row['gold']:.3f}, {row['tokens']:.0f} tokens")
-
-
-def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None:
-    """Write the step to the run folder and one line of it to the console."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = sum(rollout.num_sampled() for rollout in rollouts)
-    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-    row = {"reward": mean(rewards)}
-    for name in groups[0].components:
-        values = [x for group in groups for x in group.components[name] if x is not None]
-        row[f"reward/{name}"] = mean(values)
-    if run.evaluations:
-        row["held_out"] = run.evaluations[max(run.evaluations)]["gold"]
-    row |= metrics | {
-        "unscored": sum(r is None for g in groups for r in g.rewards),
-        "answer_tokens": tokens / len(rollouts),
-        "answered": mean([float(r.answer is not None) for r in rollouts]),
-        "length_stops": mean([float(r.stop_reason == "length") for r in rollouts]),
-        "calls": mean([float(len(r.calls)) for r in rollouts]),
-        "criteria": mean([float(len(g.criteria)) for g in groups]),
-        "seconds": seconds, "tokens_per_s": tokens / seconds,
-    }  # fmt: skip
-    row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
-    counts = run.ranks.gather(vars(run.judge.take_counts()))
-    row |= {f"judge/{name}": add(part[name] for part in counts) for name in counts[0]}
-    row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
-    row |= monitor.indicators(groups)
-    ringing = monitor.lasting(run.rows, 1)
-    row["alarms"] = monitor.alarms([*run.rows, row])
-    run.notes.clear()
-    run.record(groups, row)
-    left = run.config.train.steps - run.step
-    say(step_line(run.step, run.config.train.steps, row, left * seconds))
-    for name in row["alarms"]:
-        if name not in ringing:  # told once, where it begins
-            say(f"  alarm {name}: {monitor.ALARMS[name][1]}")
-
-
-def add(parts: Iterator) -> float | str:
-    """The sum over the ranks; of texts the first that says something."""
-    first, *others = parts
-    for other in others:
-        first = first or other if isinstance(first, str) else first + other
-    return first
 
 
 async def supervise(run: Run) -> int:
@@ -273,6 +228,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def start(argv: list[str], ranks: Ranks) -> int:
     """Train. What the user can mend (setting, file, disk) is an error of one line."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     try:
         config = load_config(argv, DEFAULT)
         if config.run.threads:

@@ -5,6 +5,7 @@ import json
 import shutil
 
 import pytest
+from aiohttp import web
 
 from minirler import train as loop
 from minirler.config import load_config
@@ -99,7 +100,7 @@ def test_an_altered_event_of_a_rubric_is_told(finished, tmp_path):
 def test_a_run_that_need_not_come_out_the_same_is_refused(tmp_path, capsys):
     open_run(settings(tmp_path / "run", "train.deterministic=false"))
     assert loop.main([f"replay={tmp_path / 'run'}"]) == 2
-    assert "train.deterministic = False" in capsys.readouterr().err
+    assert "train.deterministic = false" in capsys.readouterr().err
     assert loop.main([f"replay={tmp_path / 'none'}"]) == 2
     assert "none" in capsys.readouterr().err
 
@@ -110,3 +111,41 @@ def test_a_run_that_lacks_a_step_is_refused(finished, tmp_path, capsys):
     step_path(folder, 1).unlink()
     assert loop.main([f"replay={folder}"]) == 2
     assert "lacks a step" in capsys.readouterr().err
+
+
+HOSTED = ("judge.backend=openai", "judge.model=m", "judge.retries=0")
+
+
+async def hosted_run(folder):
+    """A run whose judge gives every answer 1 of 2, over HTTP; returns how often it was asked."""
+    asked = []
+
+    async def answer(request):
+        asked.append(await request.json())
+        content = {"reason": "half", "score": 1, "negative_rubrics": [], "positive_rubrics": [
+            {"title": "Names", "description": "Names a river."}]}  # fmt: skip
+        message = {"role": "assistant", "content": json.dumps(content)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        kind = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+        return web.json_response(kind | {"choices": [choice]})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"judge.base_url=http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        assert await loop.supervise(open_run(settings(folder, *HOSTED, url))) == 0
+    finally:
+        await runner.cleanup()
+    return len(asked)
+
+
+def test_what_a_service_answered_comes_from_its_record(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    assert asyncio.run(hosted_run(tmp_path / "run")) > 0
+    assert loop.main([f"replay={tmp_path / 'run'}"]) == 0  # the server is gone
+    (tmp_path / "run" / "services.sqlite").unlink()
+    assert loop.main([f"replay={tmp_path / 'run'}"]) == 2
+    assert "no record" in capsys.readouterr().err
