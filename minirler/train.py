@@ -2,6 +2,7 @@
 
     python -m minirler.train [CONFIG] [key=value ...]
     torchrun --nproc-per-node 8 -m minirler.train [CONFIG] [key=value ...]
+    python -m minirler.train replay=RUN         # run again, and tell the first difference
 
 Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and
 no network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves
@@ -31,6 +32,7 @@ from .grpo import flat_groups
 from .log import Bar, before_after, say
 from .ranks import Ranks, join
 from .records import Group, Prompt, Rollout
+from .replay import replay
 from .report import report
 from .reward import apply_
 from .run import Run, open_run
@@ -41,14 +43,14 @@ MAX_SKIPS = 3  # steps in a row without a finite loss and gradient, after which 
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
 
 
-async def train(run: Run) -> None:
-    """Train from where the run stands to `train.steps`. Cancelling is safe at every await: the
-    state is whole at a step border, and nothing before `update` touches the weights."""
+async def train(run: Run, until: int | None = None) -> None:
+    """Train from where the run stands to step `until` (`train.steps`). Cancelling is safe at every
+    await: the state is whole at a step border, and nothing before `update` touches the weights."""
     settings = run.config.train
     while True:
         if is_evaluation_due(run):
             await hold_out(run)
-        if run.step >= settings.steps:
+        if run.step >= (settings.steps if until is None else until):
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
@@ -209,6 +211,9 @@ async def supervise(run: Run) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a rank that fails takes the others with it, and they say why."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) == 1 and argv[0].startswith("replay="):
+        return replay(Path(argv[0].removeprefix("replay=")), train)
     ranks = join()
     try:
         status = start(argv, ranks)
@@ -221,9 +226,8 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def start(argv: list[str] | None, ranks: Ranks) -> int:
+def start(argv: list[str], ranks: Ranks) -> int:
     """Train. What the user can mend (setting, file, disk) is an error of one line."""
-    argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0
