@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from . import monitor
 from .config import ConfigError
-from .log import say, step_line
+from .log import mean, say, step_line
 from .records import Group
 from .run import Run
 
@@ -62,11 +62,6 @@ def step_row(run: Run, groups: list[Group], metrics: dict, seconds: float) -> di
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
     run.notes.clear()
     return row | monitor.indicators(groups)
-
-
-def mean(values: list[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return sum(values) / len(values) if values else None
 
 
 def add(parts: Iterator) -> float | str:
