@@ -170,6 +170,8 @@ class Sampler:
         """Tokens of a row: prompt, sampled and forced."""
         return len(self._sequences[row].ids)
 
+    _rows = property(lambda self: getattr(self.model, "rows", ()))  # see `linear`
+
     @property
     def has_work(self) -> bool:
         """Whether `step` would compute anything (parked rows do not count)."""
@@ -209,7 +211,7 @@ class Sampler:
 
         def attend(layer, q, k, v):
             kv_write_(self.cache[layer], k, v, rows.slots)
-            return paged_attention(q, self.cache[layer], rows, None, bool(self.model.rows))
+            return paged_attention(q, self.cache[layer], rows, None, bool(self._rows))
 
         ids, positions = (torch.tensor(x, device=device) for x in (ids, positions))
         return self.model(ids, positions, attend)
@@ -226,7 +228,7 @@ class Sampler:
     def _sample(self, rows: list[int], hidden: torch.Tensor) -> list[Token]:
         """One token for each row from its hidden state [B, d]."""
         head = self.model.head_weight()[: self.num_valid]
-        logits = product(hidden, head, self.model.rows)  # [B, V]
+        logits = product(hidden, head, self._rows)  # [B, V]
         groups: dict[tuple, list[int]] = {}  # rows of like settings share one call
         for i, row in enumerate(rows):
             p = self._sequences[row].params
@@ -267,7 +269,7 @@ class Sampler:
 
         hidden = self.model(ids, torch.arange(len(ids), device=ids.device), attend)[:-1]
         everywhere = torch.ones(len(hidden), dtype=torch.bool, device=ids.device)
-        settings = ids[1:], everywhere, temperature, self.num_valid, 1024, self.model.rows
+        settings = ids[1:], everywhere, temperature, self.num_valid, 1024, self._rows
         return ops.token_logps(hidden, self.model.head_weight(), *settings)[0].tolist()
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, keys=None) -> list[Sample]:
