@@ -14,6 +14,7 @@ Not here: who runs when (`scheduler`), who owns which block (`blocks`), the math
 """
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -168,6 +169,21 @@ class Sampler:
         Rows that are alive go on with the new weights; their cache is computed again.
         """
         self.scheduler.drop_cache()
+
+    @contextmanager
+    def cache_lent(self):
+        """Within, the cache's memory is free for others: an update needs it while nobody samples.
+
+        What it held is gone after, as it would be after an update anyway.
+        """
+        self.scheduler.drop_cache()
+        storage = self.cache.untyped_storage()
+        size = storage.nbytes()
+        storage.resize_(0)
+        try:
+            yield
+        finally:
+            storage.resize_(size)
 
     @torch.inference_mode()
     def step(self) -> list[Token]:

@@ -52,7 +52,8 @@ async def train(run: Run) -> None:
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
-        metrics = update(run, groups)
+        with run.sampler.cache_lent():
+            metrics = update(run, groups)
         run.policy.sync_()
         run.sampler.weights_changed()
         run.step += 1

@@ -285,6 +285,22 @@ def test_new_weights_are_used_and_old_keys_are_not():
     assert second.logp == pytest.approx(logps[0], abs=2e-5)
 
 
+def test_the_cache_can_be_lent_and_comes_back_empty_at_its_size():
+    sampler, params = Sampler(MODEL), SamplingParams(max_tokens=6)
+    expected = sampler.generate([[1, 2, 3]], params)
+    storage = sampler.cache.untyped_storage()
+    size = storage.nbytes()
+    row, = sampler.add([1, 2, 3], params, 0)
+    tokens = sampler.step()
+    with sampler.cache_lent():
+        assert storage.nbytes() == 0
+    assert storage.nbytes() == size
+    while not tokens[-1].stop_reason:  # the row goes on where it was
+        tokens += sampler.step()
+    sampler.finish(row)
+    assert [token.id for token in tokens] == expected[0].token_ids
+
+
 def test_rows_can_be_finished_parked_and_extended_before_their_prefill():
     """The first row of a group computes for all; without it the next one takes over."""
     params = SamplingParams(n=5, max_tokens=3)
