@@ -1,8 +1,8 @@
 """Attention and the KV cache: what the sampler reads through block tables, what the trainer packs.
 
 Both fold each query's keys in one order, in chunks from the first key on, so that the same query
-has the same bits in either, whatever the batch, the block tables or the chunks of a prefill
-(with kernels: `kernels`; plain torch, `ops_ref`, agrees up to rounding).
+has the same bits in either, whatever the batch, the block tables or the chunks of a prefill. Plain
+torch (`ops_ref`) does so where `deterministic` asks for it.
 
 Not here: who may write which block (`blocks`).
 
@@ -10,6 +10,8 @@ Shapes: N packed tokens, R rows, H query heads, K kv heads, D head dim, L layers
 layer is [blocks, 2, K, block_size, D]: keys, then values, a page of each head in one piece.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,11 +102,12 @@ def kv_copy_(cache, copies):
         launch("kv_copy", cache.device, *fields(layer), *tensors, len(copies))
 
 
-def paged_attention(q, cache, rows, splits=None):
+def paged_attention(q, cache, rows, splits=None, deterministic=False):
     """Attention of packed queries q [N, H, D] over one layer's cache -> [N, H, D].
 
     The keys and values of the queries' own tokens are in the cache already. `splits` (default: by
     what fills a GPU) is how many thread blocks share a query's keys; no result depends on it.
+    `deterministic`: in plain torch too a query's bits are those of `packed_attention`.
     """
     N, H, D = q.shape
     check_cache(cache, q[:, : cache.shape[2]])
@@ -112,7 +115,8 @@ def paged_attention(q, cache, rows, splits=None):
         raise ValueError(f"q is {list(q.shape)}, the rows have {rows.num_queries} queries and the "
                          f"cache {cache.shape[2]} heads")  # fmt: skip
     if not (is_native(q, cache) and has_kernel(D, H, cache.shape[2])):
-        return ref.paged_attention_ref(q, cache, rows.tables, rows.spans)
+        plain = ref.folded_paged_ref if deterministic else ref.paged_attention_ref
+        return plain(q, cache, rows.tables, rows.spans)
     chunks = -(-rows.max_length // KEY_CHUNK)
     if splits is None:
         splits = GPU_BLOCKS // (N * cache.shape[2]) if q.device.type == "cuda" else 1
@@ -130,8 +134,9 @@ def packed_attention(q, k, v, cu_seqlens, deterministic=True):
     """Causal attention inside each packed segment: q [N, H, D], k and v [N, K, D] -> [N, H, D].
 
     `cu_seqlens` (list or tensor, one more than segments, from 0 to N) holds the segment borders.
-    Differentiable; H must be a multiple of K. The bits are those of `paged_attention`; on a GPU
-    `deterministic=False` gives them up for torch's own fused attention, which is faster there.
+    Differentiable; H must be a multiple of K. The bits are those of `paged_attention`;
+    `deterministic=False` gives them up for torch's own fused attention, where that is faster: on a
+    GPU, and without a kernel.
     """
     borders = cu_seqlens.tolist() if torch.is_tensor(cu_seqlens) else list(cu_seqlens)
     lengths = [end - start for start, end in zip(borders, borders[1:], strict=False)]
@@ -141,7 +146,8 @@ def packed_attention(q, k, v, cu_seqlens, deterministic=True):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit")
     is_wanted = deterministic or q.device.type == "cpu"
     if not (is_wanted and is_native(q, k, v) and has_kernel(q.shape[2], q.shape[1], k.shape[1])):
-        return ref.packed_attention_ref(q, k, v, lengths)
+        plain = ref.FoldedPacked.apply if deterministic else ref.packed_attention_ref
+        return plain(q, k, v, lengths)
     on_device = torch.tensor(borders, dtype=torch.int32, device=q.device)
     return packed_attention_op(q, k, v, on_device)[0]
 
@@ -226,3 +232,18 @@ def aligned(x):
     """x, contiguous and at an address that is a multiple of 16 bytes: the GPU loads so many."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@contextmanager
+def lent(cache: Tensor) -> Iterator[None]:
+    """Within, the cache's memory is free for others; what it held is lost, and so is its address.
+
+    An update needs the room while nobody samples, and no key or value outlives new weights.
+    """
+    storage = cache.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    try:
+        yield
+    finally:
+        storage.resize_(size)

@@ -105,6 +105,8 @@ def build(settings: dict) -> Config:
 
 def coerce(name: str, value, where):
     """`value` (of TOML, or text of the command line) as the type that the key `name` has."""
+    if name in known.REFUSED:
+        raise ConfigError(f"{name} in {where}: {known.REFUSED[name]}")
     if name not in TYPES:
         raise ConfigError(f"unknown key {name!r} in {where}{nearest(name, TYPES)}")
     kind = TYPES[name]
@@ -173,7 +175,7 @@ def check_pairs(c: Config) -> None:
     longest = c.rollout.max_prompt_tokens + c.rollout.max_tokens
     whole = f"rollout.max_prompt_tokens + rollout.max_tokens = {longest}"
     for room in ("train.micro_batch_tokens", "sampler.kv_tokens"):
-        if flatten(c)[room] < longest:
+        if flatten(c)[room] < longest and not (room == "sampler.kv_tokens" and c.sampler.kv_bytes):
             raise ConfigError(f"{room} = {flatten(c)[room]}: must be at least {whole}")
     if c.judge.min_scored > c.rollout.group:
         raise ConfigError(f"judge.min_scored = {c.judge.min_scored}: must be at most "

@@ -11,7 +11,7 @@ import asyncio
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -147,7 +147,7 @@ class Judge:
         for attempt in range(self._config.retries + 1):
             self.counts.calls += 1
             self.counts.retried += attempt > 0
-            reply = await self._complete(request)
+            reply = await self._complete(replace(request, salt=str(attempt)))
             if reply.text is None:
                 self.counts.last_error = reply.error
                 return None

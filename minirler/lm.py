@@ -7,25 +7,22 @@ documents, criteria) is escaped and fenced, so that it cannot pose as part of th
 Not here: what is asked (prompts/*.txt), and what a reply means (`judge`, `evolve`).
 """
 
-import asyncio
 import copy
 import functools
 import json
 import os
-import random
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from hashlib import blake2b
 from pathlib import Path
 
-import openai
-
 from .config import ConfigError
 from .data import joined, replace_surrogates
+from .endpoint import Endpoint, EndpointError
+from .recording import Cache, Reply
 from .records import LMReply, LMRequest
 
+OPENAI_URL = "https://api.openai.com/v1"
 PROMPTS = Path(__file__).parent / "prompts"
 _FIELD = re.compile(r"\{([a-z_]+)\}")  # spares JSON in a template, where a quote follows the brace
 _DECODER = json.JSONDecoder(parse_constant=lambda name: None)
@@ -142,12 +139,10 @@ def _closing(text: str, start: int) -> tuple[int, list[int]]:
 class OpenAILM:
     """A model behind an OpenAI-compatible endpoint. Make one an endpoint: it holds the limiter.
 
-    `deadline_s` bounds a request from when it gets its slot, waits and retries included; time in
-    the queue does not count, or a long queue would fail what it delays. Connection errors, 408,
-    409, 429, 5xx and replies that are no chat completion are tried again up to `retries` times,
-    after the server's Retry-After or a doubling wait, with jitter and at most `max_wait_s`. Other
-    failures are replies without text. Errors: ConfigError on 401, and on 403 and 404 until a
-    request has succeeded (later they concern that one request). Use it from one event loop.
+    Limiter, deadline, retries and circuit are those of `Endpoint`; a reply that is no chat
+    completion is tried again. Other failures are replies without text. Errors: ConfigError on 401,
+    and on 403 and 404 until a request has succeeded (later they concern that one request), and for
+    a request that a `cache` in mode "replay" does not hold. Use it from one event loop.
     """
 
     def __init__(
@@ -160,11 +155,12 @@ class OpenAILM:
         retries: int = 3,
         first_wait_s: float = 0.5,
         max_wait_s: float = 60.0,
+        cache: Cache | None = None,
     ):
         key = os.environ.get(api_key_env, "") if api_key_env else ""
         if not model:
             raise ConfigError("judge.model is empty: name the model that the endpoint serves")
-        if not key and not base_url:
+        if not key and not base_url and (cache is None or cache.mode != "replay"):
             raise ConfigError(
                 f"the environment variable {api_key_env} (judge.api_key_env) is not set: export "
                 "it, or set judge.base_url to a server that needs no key"
@@ -174,19 +170,13 @@ class OpenAILM:
                 f"judge.max_concurrent ({max_concurrent}) must be at least 1, judge.deadline_s "
                 f"({deadline_s}) above 0 and retries ({retries}) at least 0"
             )
-        self.model = model
-        self._key, self._key_env = key, api_key_env
-        self._deadline_s, self._retries = deadline_s, retries
-        self._first_wait_s, self._max_wait_s = first_wait_s, max_wait_s
-        self._limit = asyncio.Semaphore(max_concurrent)
-        self._random = random.Random()  # of its own: jitter must not move a seeded run's noise
-        self._has_worked = False
-        self._client = openai.AsyncOpenAI(
-            api_key=key or "none",
-            base_url=base_url or None,
-            max_retries=0,
-            timeout=openai.Timeout(deadline_s, connect=min(10.0, deadline_s)),
-        )
+        self.model, self._key_env, self._has_worked = model, api_key_env, False
+        self.endpoint = Endpoint(
+            "language model", base_url or OPENAI_URL, max_concurrent=max_concurrent,
+            deadline_s=deadline_s, retries=retries, first_wait_s=first_wait_s,
+            max_wait_s=max_wait_s, cache=cache,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+        )  # fmt: skip
 
     def with_model(self, model: str) -> "OpenAILM":
         """Another model of the same endpoint, behind the same limiter and connections."""
@@ -196,79 +186,46 @@ class OpenAILM:
 
     async def complete(self, request: LMRequest) -> LMReply:
         """Answer one request; see the class for what is retried and what raises."""
-        async with self._limit:
-            try:
-                async with asyncio.timeout(self._deadline_s) as deadline:
-                    return await self._attempts(request, deadline.when())
-            except TimeoutError:
-                return LMReply(None, "error", f"no reply within {self._deadline_s:g} s")
+        body = {
+            "model": self.model,
+            "messages": list(request.messages),
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+        }
+        try:
+            reply = await self.endpoint.request(
+                "POST", "/chat/completions", json=body, read=self._read, salt=request.salt
+            )
+        except EndpointError as error:
+            status, text = error.status, str(error)
+        else:
+            self._has_worked = True
+            return reply
+        if status == 401 or (status in (403, 404) and not self._has_worked):
+            raise ConfigError(
+                f"HTTP {status} from {self.endpoint.host}, model {self.model}: check the "
+                f"key in {self._key_env}, judge.base_url (often ends in /v1) and judge.model"
+            )
+        return LMReply(None, "error", text)
 
     async def close(self) -> None:
         """Close the connections, those of `with_model` siblings too."""
-        await self._client.close()
+        await self.endpoint.close()
 
-    async def _attempts(self, request: LMRequest, end: float) -> LMReply:
-        clock = asyncio.get_running_loop().time
-        for attempt in range(self._retries + 1):
-            reply, wait_s = await self._attempt(request, attempt)
-            if wait_s is None or attempt == self._retries or clock() + wait_s >= end:
-                break
-            await asyncio.sleep(wait_s)
-        self._has_worked = self._has_worked or reply.text is not None
-        return reply
-
-    async def _attempt(self, request: LMRequest, attempt: int) -> tuple[LMReply, float | None]:
-        """One try: the reply, and the seconds after which another try makes sense (None: never)."""
+    def _read(self, reply: Reply) -> LMReply:
+        """ValueError for what is no chat completion: gateways send errors with status 200."""
+        body = reply.json()
         try:
-            response = await self._client.chat.completions.create(
-                model=self.model,
-                messages=list(request.messages),
-                max_tokens=request.max_tokens,
-                temperature=request.temperature,
-            )
-            return _read_response(response), None
-        except openai.APIStatusError as error:
-            code, text = error.status_code, error.message
-            asked_s = retry_after_s(error.response.headers.get("retry-after", ""))
-        except (openai.OpenAIError, ValueError) as error:  # ValueError: the body is no JSON
-            code, text, asked_s = 0, f"{error} {error.__cause__ or ''}", None
-        if code == 401 or (code in (403, 404) and not self._has_worked):
-            # The host alone, as an address may hold a password; and raised outside of the handlers,
-            # as the cause holds the request, whose headers hold the key.
-            raise ConfigError(
-                f"HTTP {code} from {self._client.base_url.host}, model {self.model}: check the "
-                f"key in {self._key_env}, judge.base_url (often ends in /v1) and judge.model"
-            )
-        can_retry = code in (0, 408, 409, 429) or code >= 500
-        wait_s = self._first_wait_s * 2**attempt if asked_s is None else asked_s
-        wait_s = min(wait_s * (1 + 0.25 * self._random.random()), self._max_wait_s)
-        return LMReply(None, "error", self._clean(text)), wait_s if can_retry else None
-
-    def _clean(self, text: str) -> str:
-        text = text.replace(self._key, "***") if self._key else text
-        return " ".join(text.split())[:300]
-
-
-def retry_after_s(value: str) -> float | None:
-    """Seconds that a Retry-After header asks for (a number or an HTTP date); None if unreadable."""
-    if re.fullmatch(r"\d{1,9}(\.\d{1,9})?", value.strip(), re.ASCII):
-        return float(value)
-    try:
-        when = parsedate_to_datetime(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    when = when if when.tzinfo else when.replace(tzinfo=UTC)
-    return max(0.0, (when - datetime.now(UTC)).total_seconds())
-
-
-def _read_response(response) -> LMReply:
-    try:
-        choice = response.choices[0]
-        text, finish_reason = choice.message.content, choice.finish_reason
-    except (AttributeError, IndexError, TypeError):  # gateways send errors with status 200
-        raise ValueError("the reply is no chat completion") from None
-    if finish_reason == "length":
-        return LMReply(replace_surrogates(text or ""), "length")
-    if not isinstance(text, str) or finish_reason == "content_filter":
-        return LMReply(None, "error", f"no text in the reply (finish reason {finish_reason})")
-    return LMReply(replace_surrogates(text))
+            choice = body["choices"][0]
+            text, finish_reason = choice["message"]["content"], choice["finish_reason"]
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(f"the reply is no chat completion: {str(body)[:100]}") from None
+        usage = body.get("usage") or {}
+        for name in ("prompt_tokens", "completion_tokens"):
+            if isinstance(usage, dict) and isinstance(usage.get(name), int):
+                setattr(self.endpoint.costs, name, getattr(self.endpoint.costs, name) + usage[name])
+        if finish_reason == "length":
+            return LMReply(replace_surrogates(text or ""), "length")
+        if not isinstance(text, str) or finish_reason == "content_filter":
+            return LMReply(None, "error", f"no text in the reply (finish reason {finish_reason})")
+        return LMReply(replace_surrogates(text))

@@ -5,8 +5,8 @@ one definition: float32 whatever the model computes in, the tempered *full* soft
 `num_valid` vocabulary entries (the rows beyond are padding that no tokenizer can name), and noise
 that depends on nothing but its key and counter.
 
-Arguments are checked here. A kernel computes where there is one for the device and the dtype
-(`kernels`), plain torch elsewhere (`ops_ref`). Attention and its cache stand in `attention`.
+Arguments are checked here; kernels compute (`kernels`), or plain torch (`ops_ref`). Attention and
+its cache stand in `attention`, products of whole batches in `linear`.
 
     python -m minirler.ops        one line an op with the backend that runs it
 
@@ -15,13 +15,13 @@ Shapes: N packed tokens, B rows, V vocabulary, d width, R rollouts, P groups.
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op
 
 from . import ops_ref as ref
 from .attention import kv_copy_, kv_write_, packed_attention, paged_attention
 from .kernels import DTYPES, backend, contiguous, in_rows, is_native, launch
+from .linear import product
 from .noise import gumbel_noise
 
 NORMALIZE = {"none": 0, "std": 1, "std1": 2}
@@ -113,28 +113,28 @@ logprob_op.register_autograd(backward_of_logprob, setup_context=save_logprob)
 # ------------------------------------------------------------------------------ fused head
 
 
-def token_logps(hidden, head, targets, mask, temperature=1.0, num_valid=None, chunk=1024):
+def token_logps(hidden, head, targets, mask, temperature=1.0, num_valid=None, chunk=1024, rows=()):
     """`logprob` of the logits hidden @ head.T, of which only `chunk` rows exist at a time.
 
     hidden [N, d], head [V, d], targets [N] int64, mask [N] bool -> (logps, entropy), float32 [N].
-    Rows outside the mask are not computed: both results are 0 there and the gradient is exactly 0,
-    whatever their hidden state or target holds. The backward pass computes the logits again, turns
-    them into their gradient in place, and adds up the head's gradient in float32.
+    Rows outside the mask are not computed: results and gradient are exactly 0 there. The backward
+    pass computes the logits again, turns them into their gradient in place, and adds up the head's
+    gradient in float32. `rows`: see `linear`.
     """
-    num_valid = check_rows(len(hidden), len(head), targets, mask, temperature, num_valid)
+    chunks = check_rows(len(hidden), len(head), targets, mask, temperature, num_valid), chunk, rows
     if hidden.shape[1:] != head.shape[1:] or hidden.dtype != head.dtype or chunk < 1:
         raise ValueError(f"hidden is {hidden.dtype} {list(hidden.shape)}, head {head.dtype} "
                          f"{list(head.shape)}, chunk {chunk}: they do not fit")  # fmt: skip
-    return token_logps_op(hidden, head, targets, mask, float(temperature), num_valid, chunk)[:2]
+    return token_logps_op(hidden, head, targets, mask, float(temperature), *chunks)[:2]
 
 
 @custom_op("minirler::token_logps", mutates_args=())
 def token_logps_op(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, temperature: float,
-                   num_valid: int, chunk: int) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+                   num_valid: int, chunk: int, rows: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(logps, entropy, logsumexp) of `token_logps`."""
     out = tuple(torch.zeros_like(x) for x in three_rows(hidden))
     for part in mask.nonzero()[:, 0].split(chunk):  # synchronises on a GPU: the count shapes work
-        results = logprob_op(F.linear(hidden[part], head[:num_valid]), targets[part], None,
+        results = logprob_op(product(hidden[part], head[:num_valid], rows), targets[part], None,
                              temperature, num_valid, False)  # no name: one chunk's logits exist
         for whole, x in zip(out, results, strict=True):
             whole[part] = x
@@ -142,14 +142,14 @@ def token_logps_op(hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, 
 
 
 @token_logps_op.register_fake
-def _(hidden, head, targets, mask, temperature, num_valid, chunk):
+def _(hidden, head, targets, mask, temperature, num_valid, chunk, rows):
     return three_rows(hidden)
 
 
 @custom_op("minirler::token_logps_backward", mutates_args=())
 def token_logps_backward_op(
     grad_logps: Tensor, hidden: Tensor, head: Tensor, targets: Tensor, mask: Tensor, lse: Tensor,
-    temperature: float, num_valid: int, chunk: int, wants_head: bool,
+    temperature: float, num_valid: int, chunk: int, rows: list[int], wants_head: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of hidden and head; the latter empty unless it is wanted."""
     grad_hidden = torch.zeros_like(hidden)
@@ -157,7 +157,7 @@ def token_logps_backward_op(
     valid = head[:num_valid]
     for part in mask.nonzero()[:, 0].split(chunk):
         x = hidden[part]  # [chunk, d]
-        grad = F.linear(x, valid)  # the logits, and from the next line on their gradient
+        grad = product(x, valid, rows)  # the logits, and from the next line on their gradient
         logprob_backward_(grad, grad_logps[part], grad, targets[part], None, lse[part], temperature,
                           num_valid)  # fmt: skip
         grad_hidden[part] = add_products_(grad, x, valid, grad_head)
@@ -166,8 +166,8 @@ def token_logps_backward_op(
 
 
 @token_logps_backward_op.register_fake
-def _(grad_logps, hidden, head, targets, mask, lse, temperature, num_valid, chunk, wants_head):
-    return torch.empty_like(hidden), head.new_empty(head.shape if wants_head else 0)
+def _(grad_logps, hidden, head, targets, mask, lse, *settings):
+    return torch.empty_like(hidden), head.new_empty(head.shape if settings[-1] else 0)
 
 
 def add_products_(grad, x, head, grad_head):
@@ -198,9 +198,9 @@ def save_token_logps(ctx, inputs, output):
 
 def backward_of_token_logps(ctx, grad_logps, _entropy, _lse):
     """Gradients of the inputs of `token_logps`."""
-    settings = *ctx.settings, ctx.needs_input_grad[1]
-    grad_hidden, grad_head = token_logps_backward_op(grad_logps, *ctx.saved_tensors, *settings)
-    return grad_hidden, grad_head if settings[-1] else None, None, None, None, None, None
+    settings = *ctx.saved_tensors, *ctx.settings, ctx.needs_input_grad[1]
+    grad_hidden, grad_head = token_logps_backward_op(grad_logps, *settings)
+    return grad_hidden, grad_head if settings[-1] else None, *[None] * 6
 
 
 token_logps_op.register_autograd(backward_of_token_logps, setup_context=save_token_logps)

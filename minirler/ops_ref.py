@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 GATHER_BYTES = 8 << 20  # keys and values copied at once while decoding
+FOLD_QUERIES, FOLD_KEYS = 8, 32  # of one product in `folded_attention_ref`
 
 
 def logprob_ref(logits, targets, mask, temperature, num_valid):
@@ -165,3 +166,82 @@ def _causal(q, k, v):
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, D]
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+# ------------------------------------------------------------ the same bits in any batch
+
+
+def folded_paged_ref(q, cache, tables, spans):
+    """`paged_attention_ref` whose bits are those of `FoldedPacked`, whatever the batch; slower."""
+    size = cache.shape[3]
+
+    def keys_at(rows, keys):
+        # beyond a row's table anything will do
+        blocks = tables[rows][:, (keys // size).clamp(max=tables.shape[1] - 1)]
+        return cache[blocks.long(), :, :, keys % size]  # [tiles, keys, 2, K, D]
+
+    return folded_attention_ref(q, spans, cache.shape[2], keys_at)
+
+
+class FoldedPacked(torch.autograd.Function):
+    """`packed_attention_ref` whose bits do not depend on the batch; the gradient is as there."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, lengths):
+        """[N, H, D]."""
+        ctx.save_for_backward(q, k, v)
+        ctx.lengths = lengths
+        ends = torch.tensor(lengths, dtype=torch.int64, device=q.device).cumsum(0)
+        starts, kv = ends - torch.tensor(lengths, device=q.device), torch.stack((k, v), 1)
+        spans = [(end - n, end, n) for end, n in zip(ends.tolist(), lengths, strict=True)]
+
+        def keys_at(rows, keys):
+            return kv[(starts[rows, None] + keys).clamp(max=len(kv) - 1)]
+
+        return folded_attention_ref(q, spans, k.shape[1], keys_at)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """Gradients of q, k and v, by torch's own attention."""
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = packed_attention_ref(*inputs, ctx.lengths)
+        return *torch.autograd.grad(out, inputs, grad), None
+
+
+def folded_attention_ref(q, spans, kv_heads, keys_at):
+    """Causal attention of q [N, H, D] by online softmax over chunks of keys, from the first on.
+
+    spans: those of `paged_attention_ref`. keys_at(rows [T], keys [n]) -> [T, n, 2, K, D], the keys
+    and values of n positions in each of T rows. All products have one size (FOLD_QUERIES tokens of
+    a kv head against FOLD_KEYS keys, in float32), so their bits do not depend on the batch; a chunk
+    of which a query sees nothing changes nothing.
+    """
+    tiles = [(row, first, end, length - end) for row, (start, end, length) in enumerate(spans)
+             for first in range(start, end, FOLD_QUERIES)]  # fmt: skip
+    if not tiles:
+        return torch.empty_like(q)
+    rows, first, end, shift = torch.tensor(tiles, device=q.device).T[..., None]  # [T, 1]
+    at = torch.minimum(first + torch.arange(FOLD_QUERIES, device=q.device), end - 1)
+    last = at + shift  # [T, 8], of each query the last key
+    T, D, group = len(tiles), q.shape[2], q.shape[1] // kv_heads
+    x = q[at].float().view(T, FOLD_QUERIES, kv_heads, group, D).transpose(1, 2) * D**-0.5
+    x = x.flatten(2, 3)  # [T, K, 8 * group, D]
+    limit = last.repeat_interleave(group, 1)[:, None, :, None]  # [T, 1, 8 * group, 1]
+    out = torch.zeros_like(x)
+    top, total = x.new_full(x.shape[:3], -torch.inf), x.new_zeros(x.shape[:3])
+    for start in range(0, int(last.max()) + 1, FOLD_KEYS):
+        live = (last[:, -1] >= start).nonzero()[:, 0]
+        keys = torch.arange(start, start + FOLD_KEYS, device=q.device)
+        kv = keys_at(rows[live, 0], keys).float()
+        # what no query sees may be anything: a weight of 0 does not hide a NaN
+        kv = kv.masked_fill((keys > last[live, -1:])[..., None, None, None], 0.0)
+        k, v = kv.permute(2, 0, 3, 1, 4)  # [live, K, keys, D]
+        scores = (x[live] @ k.transpose(2, 3)).masked_fill(keys > limit[live], -torch.inf)
+        peak = torch.maximum(top[live], scores.amax(-1))
+        weights, fade = (scores - peak[..., None]).exp(), (top[live] - peak).exp()
+        out[live] = out[live] * fade[..., None] + weights @ v
+        total[live] = total[live] * fade + weights.sum(-1)
+        top[live] = peak
+    out = (out / total[..., None]).view(T, kv_heads, FOLD_QUERIES, group, D).transpose(1, 2)
+    return torch.empty_like(q).index_put_((at,), out.flatten(2, 3).to(q.dtype))

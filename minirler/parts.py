@@ -14,6 +14,7 @@ from .log import Timers
 from .offline import OfflineLM
 from .qwen3 import Qwen3
 from .ranks import Ranks
+from .recording import Cache
 from .records import LM, Prompt
 from .rollout import RolloutEngine
 from .sampler import Sampler
@@ -25,7 +26,7 @@ from .world import World, make_prompt, make_world
 # What may differ between a run folder's settings and those it is resumed with.
 MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_checkpoints",
               "train.checkpoint_activations", "dist.replicas", "dist.offload", "monitor.stop",
-              "monitor.patience"}  # fmt: skip
+              "monitor.patience", "run.services"}  # fmt: skip
 
 
 def open_folder(config: Config, ranks: Ranks) -> Path:
@@ -87,17 +88,17 @@ def executor(config: Config, corpus: LocalSearch, ranks: Ranks) -> Executor:
     )  # fmt: skip
 
 
-def language_models(config: Config, ranks: Ranks) -> tuple[LM, LM]:
+def language_models(config: Config, folder: Path, ranks: Ranks) -> tuple[LM, LM]:
     """(judge, rubric generator), with this rank's part of the limit."""
     judge = config.judge
     if judge.backend == "offline":
         return OfflineLM(), OfflineLM()
-    lm = OpenAILM(
-        judge.model, judge.base_url, judge.api_key_env, ranks.limit(judge.max_concurrent),
-        judge.deadline_s,
-    )  # fmt: skip
-    name = config.rubrics.generator_model
-    return lm, lm.with_model(name) if name else lm
+    # a writer each: a rank judges the same groups again in a run of as many ranks
+    name = f"services-{ranks.rank}.sqlite" if ranks.rank else "services.sqlite"
+    cache = Cache(folder / name, config.run.services)
+    lm = OpenAILM(judge.model, judge.base_url, judge.api_key_env,
+                  ranks.limit(judge.max_concurrent), judge.deadline_s, cache=cache)  # fmt: skip
+    return lm, lm.with_model(name) if (name := config.rubrics.generator_model) else lm
 
 
 def engine(
@@ -108,6 +109,7 @@ def engine(
     return RolloutEngine(
         sampler, tokenizer, tools, timers=timers, max_tokens=rollout.max_tokens,
         max_tool_calls=rollout.max_tool_calls, stop_ids=stop_ids(path, tokenizer),
+        stop=(rollout.stop,),
         deterministic=config.train.deterministic, tool_wait_steps=rollout.tool_wait_steps,
     )  # fmt: skip
 

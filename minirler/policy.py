@@ -35,7 +35,8 @@ def batch_logps(
         return packed_attention(q, k, v, batch.cu_seqlens, deterministic)
 
     def read(hidden: Tensor, head: Tensor) -> tuple[Tensor, Tensor]:  # [N, d], [V, d]
-        return token_logps(hidden, head, batch.targets, batch.mask, temperature, num_valid, chunk)
+        settings = temperature, num_valid, chunk, model.rows
+        return token_logps(hidden, head, batch.targets, batch.mask, *settings)
 
     return model(batch.ids, batch.positions, attend, read)
 

@@ -15,7 +15,6 @@ Shapes: B rows, T time, N packed tokens, V vocabulary, H query heads, K kv heads
 width.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,24 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from .linear import PLAIN, Linear, linear
+from .rope import Rope, Yarn, rotate
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Read = Callable[[Tensor, Tensor], object]
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN scaling of the rotary frequencies (Peng et al., 2023), applied at every position.
-
-    `attention_factor` None means 0.1 ln(factor) + 1. `truncate` rounds the ramp's ends to whole
-    dimensions, as the published checkpoints were trained.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    attention_factor: float | None = None
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,6 +64,7 @@ class Qwen3(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         self.config = config
+        self.rows = PLAIN  # `linear.set_rows_` sets it
         self.model = Decoder(config)
         if not config.tie_word_embeddings:
             self.lm_head = Head(config.hidden_size, config.vocab_size, bias=False)
@@ -100,12 +87,26 @@ class Qwen3(nn.Module):
         the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype,
         or read(hidden [N, d], head [V, d]): a head in shards is whole within this call only.
         """
-        hidden = self.model(ids, positions, attend)
+        hidden = self.in_heights(ids, positions, attend)
         if read is None:
             return hidden
         if self.config.tie_word_embeddings:
             return read(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden, read)
+
+    def in_heights(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states, computed in a number of rows that `rows` allows."""
+        count = len(ids)
+        spare = -count % self.rows[0] if self.rows else 0
+        if not spare:
+            return self.model(ids, positions, attend)
+
+        def attend_count(layer, *qkv):
+            return F.pad(attend(layer, *(x[:count] for x in qkv)), (0, 0, 0, 0, 0, spare))
+
+        # filled up here, once, not in each product; the tokens added reach no other
+        ids, positions = (F.pad(x, (0, spare)) for x in (ids, positions))
+        return self.model(ids, positions, attend_count)[:count]
 
     def head_weight(self) -> Tensor:
         """The output matrix [V, d]: the embedding itself where the two are tied."""
@@ -126,7 +127,7 @@ class Qwen3(nn.Module):
             return mixed.transpose(1, 2).reshape(rows * time, -1, q.shape[-1])
 
         hidden = self(ids.flatten(), positions, attend)  # [N, d]
-        return F.linear(hidden, self.head_weight()).float().view(rows, time, -1)
+        return linear(hidden, self.head_weight(), self.rows).float().view(rows, time, -1)
 
 
 class Head(nn.Linear):
@@ -187,10 +188,10 @@ class Attention(nn.Module):
         width, bias = config.hidden_size, config.attention_bias
         q_width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(width, q_width, bias=bias)
-        self.k_proj = nn.Linear(width, kv_width, bias=bias)
-        self.v_proj = nn.Linear(width, kv_width, bias=bias)
-        self.o_proj = nn.Linear(q_width, width, bias=bias)
+        self.q_proj = Linear(width, q_width, bias=bias)
+        self.k_proj = Linear(width, kv_width, bias=bias)
+        self.v_proj = Linear(width, kv_width, bias=bias)
+        self.o_proj = Linear(q_width, width, bias=bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -208,9 +209,9 @@ class MLP(nn.Module):
     def __init__(self, config: Qwen3Config):
         super().__init__()
         width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = Linear(width, inner, bias=False)
+        self.up_proj = Linear(width, inner, bias=False)
+        self.down_proj = Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -226,74 +227,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-class Rope(nn.Module):
-    """Cosine and sine tables of the rotary embedding, from float32 frequencies."""
-
-    def __init__(self, config: Qwen3Config):
-        super().__init__()
-        self.config = config
-        self.register_buffer("inv_freq", inv_freq(config), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        # A cast of the model to bfloat16 would round the frequencies too, and the angle at position
-        # 10,000 would be wrong by whole turns: make them anew, on the device that `fn` moves to.
-        super()._apply(fn, recurse)
-        self.inv_freq = inv_freq(self.config).to(self.inv_freq.device)
-        return self
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [N] -> cos, sin [N, 1, D], in `dtype`; sin's first half is negated for
-        `rotate`."""
-        angles = positions.float()[:, None, None] * self.inv_freq  # [N, 1, D/2]
-        scale = attention_factor(self.config)
-        cos, sin = angles.cos() * scale, angles.sin() * scale
-        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs (i, i + D/2) of x [N, H, D]. The roll swaps the halves; sin carries the sign."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
-def inv_freq(config: Qwen3Config) -> Tensor:
-    """Rotary frequencies, float32 [D/2], on the CPU; radians a position.
-
-    Computed in float32, as for the published checkpoints: a more exact value would differ from
-    theirs, and the difference grows with the position.
-    """
-    half = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-    plain = 1.0 / config.rope_theta**half  # [D/2]
-    if config.yarn is None:
-        return plain
-    low, high = yarn_ramp(config)
-    index = torch.arange(len(half), dtype=torch.float32, device="cpu")
-    slow = ((index - low) / max(high - low, 0.001)).clamp(0, 1)  # 1: a long wave, interpolated
-    return plain / config.yarn.factor * slow + plain * (1 - slow)
-
-
-def yarn_ramp(config: Qwen3Config) -> tuple[float, float]:
-    """First and last dimension of the ramp between kept and interpolated frequencies (YaRN, eq.
-    17-18)."""
-    yarn, dim = config.yarn, config.head_dim
-
-    def dimension(turns: float) -> float:  # that makes so many turns over the original context
-        length = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
-        return dim * math.log(length) / (2 * math.log(config.rope_theta))
-
-    low, high = dimension(yarn.beta_fast), dimension(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    return max(low, 0), min(high, dim - 1)
-
-
-def attention_factor(config: Qwen3Config) -> float:
-    """What cos and sin are multiplied by: 1 without YaRN; an explicit value wins over the
-    formula."""
-    if config.yarn is None:
-        return 1.0
-    if config.yarn.attention_factor is not None:
-        return config.yarn.attention_factor
-    factor = config.yarn.factor
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0

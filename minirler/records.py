@@ -134,6 +134,7 @@ class LMRequest:
     messages: tuple[dict, ...]
     max_tokens: int = 4096
     temperature: float = 0.0
+    salt: str = ""  # tells equal requests apart, such as the tries of one: each has its own reply
 
 
 @dataclass(frozen=True)

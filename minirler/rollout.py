@@ -46,7 +46,8 @@ class RolloutEngine:
     """Runs groups of rollouts to their ends; one `run` at a time.
 
     `max_tokens` counts what follows the prompt, sampled and forced. `max_tool_calls` calls are run;
-    any further one is answered by a notice. In deterministic mode a result joins exactly
+    any further one is answered by a notice. A rollout ends with a token of `stop_ids`, or with the
+    one that completes a text of `stop` in its turn. In deterministic mode a result joins exactly
     `tool_wait_steps` sampler steps after its call, whenever it arrived, so that the make-up of
     every batch, and with it every bit, does not depend on the speed of tools; otherwise on arrival.
     `timers` gets the seconds of "sampling", and of "tools" where decoding stood still for one.
@@ -54,11 +55,11 @@ class RolloutEngine:
 
     def __init__(self, sampler: Sampler, tokenizer: Tokenizer, executor: Executor, *,
                  max_tokens: int, max_tool_calls: int, stop_ids: tuple[int, ...],
-                 deterministic: bool = False, tool_wait_steps: int = 8,
+                 stop: tuple[str, ...] = (), deterministic: bool = False, tool_wait_steps: int = 8,
                  timers: Timers | None = None):
         self.sampler, self.tokenizer, self.executor = sampler, tokenizer, executor
         self.max_tokens, self.max_tool_calls = max_tokens, max_tool_calls
-        self.stop_ids = tuple(stop_ids)
+        self.stop_ids, self.stop = tuple(stop_ids), tuple(filter(None, stop))
         self.deterministic, self.tool_wait_steps = deterministic, tool_wait_steps
         self.timers = Timers() if timers is None else timers
         self._rows: dict[int, Row] = {}  # unfinished ones, by the sampler's row id
@@ -131,6 +132,8 @@ class RolloutEngine:
             return self._end(row, "stop")
         text = row.decoder.push(token.id)
         row.turn += text
+        if text and any(stop in row.turn[-len(text) - len(stop) + 1 :] for stop in self.stop):
+            return self._end(row, "stop")
         if token.stop_reason or row.num_tokens >= self.max_tokens:
             return self._end(row, "length")
         if ">" in text and (call := parse_call(row.turn)):  # only a ">" can complete a call

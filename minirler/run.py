@@ -29,6 +29,7 @@ from .config import Config, ConfigError, asset_path
 from .data import PromptOrder
 from .dist import Policy, open_policy, open_reference, whole
 from .judge import Judge
+from .linear import make_invariant_
 from .log import MetricsLog, Timers
 from .qwen3 import Qwen3
 from .ranks import ALONE, Ranks
@@ -199,17 +200,22 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     masters = state.load_masters(weights, config.model.dtype, config.dist, ranks)
     policy = open_policy(masters, path, config.model.dtype, ranks)
     parts.check_sizes(config, policy.copy, len(prompts))
+    reference = None
+    if config.algo.beta and config.algo.reference == "first":
+        reference = open_reference(path, config.model.dtype, config.dist, ranks)
+    if config.train.deterministic:
+        models = [policy.copy, policy.trained, reference]
+        make_invariant_([model for model in models if model], tokenizer.num_valid)
     for layer in policy.trained.model.layers:
         layer.is_checkpointed = config.train.checkpoint_activations
     sampler = Sampler(
         policy.copy, num_valid=tokenizer.num_valid, **dataclasses.asdict(config.sampler)
     )
     corpus = ranks.first_then_others(lambda: parts.corpus(config, folder, world))
-    (judge_lm, generator), timers = parts.language_models(config, ranks), Timers()
+    (judge_lm, generator), timers = parts.language_models(config, folder, ranks), Timers()
     run = Run(
         config, ranks, folder, tokenizer, policy,
-        reference=open_reference(path, config.model.dtype, config.dist, ranks)
-        if config.algo.beta and config.algo.reference == "first" else None,
+        reference=reference,
         optimizer=torch.optim.AdamW(
             policy.masters.parameters(), lr=config.train.lr,
             weight_decay=config.train.weight_decay,

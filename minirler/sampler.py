@@ -14,16 +14,15 @@ Not here: who runs when (`scheduler`), who owns which block (`blocks`), the math
 """
 
 import math
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
-import torch.nn.functional as F
 
 from . import ops
-from .attention import kv_copy_, kv_write_, paged_attention, paged_rows
+from .attention import kv_copy_, kv_write_, packed_attention, paged_attention, paged_rows
 from .blocks import BlockPool
+from .linear import product
 from .noise import noise_key
 from .scheduler import Chunk, Scheduler
 
@@ -94,23 +93,27 @@ class _Sequence:
 
 
 class Sampler:
-    """Rows of `model` (a `Qwen3`) over a cache of `kv_tokens` tokens.
+    """Rows of `model` (a `Qwen3`) over a cache of `kv_tokens` tokens, or of at most `kv_bytes`.
 
     `token_budget` bounds the tokens of a step, `max_rows` the rows that run at once. Only the first
     `num_valid` vocabulary entries (default: all) can be drawn and count in log-probs.
     """
 
-    def __init__(self, model, *, kv_tokens=65536, block_size=16, token_budget=4096, max_rows=256,
-                 num_valid=None):
+    def __init__(self, model, *, kv_tokens=65536, kv_bytes=0, block_size=16, token_budget=4096,
+                 max_rows=256, num_valid=None):
+        head, config = model.head_weight(), model.config
+        self.token_bytes = (2 * config.num_hidden_layers * config.num_key_value_heads
+                            * config.head_dim * head.element_size())  # fmt: skip
+        kv_tokens = kv_bytes // self.token_bytes if kv_bytes else kv_tokens
         if kv_tokens < block_size:
-            raise ValueError(f"kv_tokens {kv_tokens} is less than one block of {block_size} tokens")
+            raise ValueError(f"a cache of {kv_tokens} tokens is less than one block of {block_size}"
+                             ": raise kv_tokens, or kv_bytes")  # fmt: skip
         self.model = model
-        self.num_valid = num_valid or model.config.vocab_size
-        self.scheduler = Scheduler(BlockPool(kv_tokens // block_size, block_size), token_budget,
-                                   max_rows)
-        head = model.head_weight()
-        layers, heads = model.config.num_hidden_layers, model.config.num_key_value_heads
-        shape = (layers, kv_tokens // block_size, 2, heads, block_size, model.config.head_dim)
+        self.num_valid = num_valid or config.vocab_size
+        blocks = kv_tokens // block_size
+        self.scheduler = Scheduler(BlockPool(blocks, block_size), token_budget, max_rows)
+        shape = (config.num_hidden_layers, blocks, 2, config.num_key_value_heads, block_size,
+                 config.head_dim)  # fmt: skip
         self.cache = torch.empty(shape, dtype=head.dtype, device=head.device)
         self._sequences: dict[int, _Sequence] = {}
         self._next_row = 0
@@ -154,6 +157,15 @@ class Sampler:
         self.scheduler.finish(row)
         del self._sequences[row]
 
+    def room(self, length: int) -> str:
+        """How many sequences of `length` tokens the cache holds; ValueError if it is not one."""
+        pool, tokens = self.scheduler.pool, self.scheduler.capacity
+        size = f"{tokens} tokens, {tokens * self.token_bytes / 2**20:.1f} MiB"
+        if not (count := pool.num_blocks // -(-length // pool.block_size)):
+            raise ValueError(f"the cache ({size}) is too small for one sequence of {length} tokens:"
+                             " raise sampler.kv_bytes")  # fmt: skip
+        return f"KV cache: room for {count} sequences of {length} tokens ({size})"
+
     def num_tokens(self, row: int) -> int:
         """Tokens of a row: prompt, sampled and forced."""
         return len(self._sequences[row].ids)
@@ -169,21 +181,6 @@ class Sampler:
         Rows that are alive go on with the new weights; their cache is computed again.
         """
         self.scheduler.drop_cache()
-
-    @contextmanager
-    def cache_lent(self):
-        """Within, the cache's memory is free for others: an update needs it while nobody samples.
-
-        What it held is gone after, as it would be after an update anyway.
-        """
-        self.scheduler.drop_cache()
-        storage = self.cache.untyped_storage()
-        size = storage.nbytes()
-        storage.resize_(0)
-        try:
-            yield
-        finally:
-            storage.resize_(size)
 
     @torch.inference_mode()
     def step(self) -> list[Token]:
@@ -212,7 +209,7 @@ class Sampler:
 
         def attend(layer, q, k, v):
             kv_write_(self.cache[layer], k, v, rows.slots)
-            return paged_attention(q, self.cache[layer], rows)
+            return paged_attention(q, self.cache[layer], rows, None, bool(self.model.rows))
 
         ids, positions = (torch.tensor(x, device=device) for x in (ids, positions))
         return self.model(ids, positions, attend)
@@ -228,7 +225,8 @@ class Sampler:
 
     def _sample(self, rows: list[int], hidden: torch.Tensor) -> list[Token]:
         """One token for each row from its hidden state [B, d]."""
-        logits = F.linear(hidden, self.model.head_weight()[: self.num_valid])  # [B, V]
+        head = self.model.head_weight()[: self.num_valid]
+        logits = product(hidden, head, self.model.rows)  # [B, V]
         groups: dict[tuple, list[int]] = {}  # rows of like settings share one call
         for i, row in enumerate(rows):
             p = self._sequences[row].params
@@ -258,6 +256,19 @@ class Sampler:
         if reason:
             self.scheduler.park(row)
         return Token(row, token, logp, reason)
+
+    @torch.inference_mode()
+    def prompt_logps(self, prompt_ids: list[int], temperature: float = 1.0) -> list[float]:
+        """Log-probs of all tokens of a prompt but the first, given those before, as of samples."""
+        ids = torch.tensor(prompt_ids, device=self.cache.device)  # [N]
+
+        def attend(_, q, k, v):
+            return packed_attention(q, k, v, [0, len(ids)])
+
+        hidden = self.model(ids, torch.arange(len(ids), device=ids.device), attend)[:-1]
+        everywhere = torch.ones(len(hidden), dtype=torch.bool, device=ids.device)
+        settings = ids[1:], everywhere, temperature, self.num_valid, 1024, self.model.rows
+        return ops.token_logps(hidden, self.model.head_weight(), *settings)[0].tolist()
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, keys=None) -> list[Sample]:
         """Continue every prompt `params.n` times; samples come in prompt, then sample order.

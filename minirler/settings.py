@@ -14,6 +14,7 @@ class RunConfig:
     dir: str = "runs/run"  # the run folder; an existing one is resumed
     seed: int = 0
     threads: int = 0  # CPU threads of torch; 0 leaves torch's own choice
+    services: str = "record"  # their replies are kept in the run folder; "replay": asked from there
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class SamplerConfig:
     """The sampler's memory and batch sizes."""
 
     kv_tokens: int = 131072  # room of the KV cache, in tokens
+    kv_bytes: int = 0  # the same in bytes, as many whole blocks as fit; 0: kv_tokens counts
     block_size: int = 16  # tokens a block
     token_budget: int = 4096  # tokens a step, prefill and decode together
     max_rows: int = 256  # sequences that run at once
@@ -62,6 +64,7 @@ class RolloutConfig:
     max_tokens: int = 16384  # tokens after the prompt, sampled and forced (tool output) together
     max_tool_calls: int = 10
     tool_wait_steps: int = 8  # deterministic mode: sampler steps from a call to its result
+    stop: str = ""  # text that ends a rollout where the policy has written it; empty: none
     refill: int = 0  # times that new prompts are drawn in a step, for groups without a spread
 
 
@@ -246,7 +249,14 @@ MOST = {"tools.snippet_words": 64, "tools.id_chars": 16, "judge.max_missing": 1.
         "algo.clip_low": 1.0}  # fmt: skip
 POSITIVE = ("rollout.temperature", "tools.deadline_s", "judge.deadline_s", "train.lr",
             "train.max_grad_norm", "sft.lr")  # fmt: skip
+# Settings of other systems that there are not, and why.
+REFUSED = dict.fromkeys(
+    ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+    "training samples from the full softmax: a filter would make the recorded log-probs those of "
+    "another policy; lower rollout.temperature instead",
+)
 CHOICES = {
+    "run.services": ("record", "replay", "live"),
     "model.dtype": ("float32", "bfloat16"),
     "tools.backend": ("local",),
     "judge.backend": ("offline", "openai"),

@@ -83,7 +83,8 @@ def train_step(model: Qwen3, optimizer, rollouts: list[Rollout], config: Config)
     denominator = sum(int(b.mask.sum()) for b in batches)
     total = 0.0
     for batch in batches:
-        logps, _ = batch_logps(model, batch, chunk=config.train.logits_chunk)  # [N]
+        settings = config.train.logits_chunk, config.train.deterministic
+        logps, _ = batch_logps(model, batch, 1.0, None, *settings)  # [N]
         loss = -(logps * batch.mask).sum() / denominator
         loss.backward()
         total += loss.item()

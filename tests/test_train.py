@@ -241,6 +241,16 @@ def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
     assert "rollout.grup" in error and "rollout.group" in error
 
 
+def test_a_filter_that_truncates_is_refused_with_the_reason(tmp_path, capsys):
+    for key in ("rollout.top_p=0.9", "rollout.top_k=5", "rollout.min_p=0.1"):
+        assert "full softmax" in fails(capsys, *small(tmp_path / "r", key))
+
+
+def test_a_cache_in_bytes_that_holds_no_rollout_is_refused_with_both_numbers(tmp_path, capsys):
+    error = fails(capsys, *small(tmp_path / "r", "sampler.kv_bytes=1000000"))
+    assert "tokens, 0.9 MiB) is too small for one sequence of 664 tokens" in error
+
+
 def test_a_missing_corpus_names_the_path_and_the_command(tmp_path, capsys):
     error = fails(capsys, *small(tmp_path / "r", f"tools.corpus={tmp_path}/none.sqlite"))
     assert "none.sqlite" in error and "minirler.search index" in error
