@@ -197,17 +197,8 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     folder = ranks.first_then_others(lambda: parts.open_folder(config, ranks))
     saved = ranks.gather(checkpoint.load_latest(folder) if ranks.is_first else None)[0]
     weights = saved.path / "model" if saved else path
-    masters = state.load_masters(weights, config.model.dtype, config.dist, ranks)
-    policy = open_policy(masters, path, config.model.dtype, ranks)
+    policy, reference = _models(config, weights, tokenizer.num_valid, ranks)
     parts.check_sizes(config, policy.copy, len(prompts))
-    reference = None
-    if config.algo.beta and config.algo.reference == "first":
-        reference = open_reference(path, config.model.dtype, config.dist, ranks)
-    if config.train.deterministic:
-        models = [policy.copy, policy.trained, reference]
-        make_invariant_([model for model in models if model], tokenizer.num_valid)
-    for layer in policy.trained.model.layers:
-        layer.is_checkpointed = config.train.checkpoint_activations
     sampler = Sampler(
         policy.copy, num_valid=tokenizer.num_valid, **dataclasses.asdict(config.sampler)
     )
@@ -239,6 +230,23 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     _restore(run, saved)
     run.capture()
     return run
+
+
+def _models(
+    config: Config, weights: Path, num_valid: int, ranks: Ranks
+) -> tuple[Policy, Qwen3 | None]:
+    """The policy with the weights of that folder, and the first policy if it is the reference."""
+    path, dtype = asset_path(config.model.path), config.model.dtype
+    masters = state.load_masters(weights, dtype, config.dist, ranks)
+    policy, reference = open_policy(masters, path, dtype, ranks), None
+    if config.algo.beta and config.algo.reference == "first":
+        reference = open_reference(path, dtype, config.dist, ranks)
+    if config.train.deterministic:
+        models = [policy.copy, policy.trained, reference]
+        make_invariant_([model for model in models if model], num_valid)
+    for layer in policy.trained.model.layers:
+        layer.is_checkpointed = config.train.checkpoint_activations
+    return policy, reference
 
 
 def _restore(run: Run, saved: checkpoint.Checkpoint | None) -> None:
