@@ -6,13 +6,12 @@ and how the parts work together (`run`).
 
 from pathlib import Path
 
-from .config import Config, ConfigError, asset_path, flatten, load_config, to_toml
+from .config import Config, ConfigError, asset_path, flatten, load_config
 from .data import read_prompts, read_system_prompt
 from .evolve import dataset_rubrics
 from .lm import OpenAILM
 from .log import Timers
 from .offline import OfflineLM
-from .qwen3 import Qwen3
 from .ranks import Ranks
 from .recording import Cache
 from .records import LM, Prompt
@@ -32,7 +31,7 @@ MAY_CHANGE = {"run.dir", "train.steps", "train.checkpoint_every", "train.keep_ch
 def open_folder(config: Config, ranks: Ranks) -> Path:
     """Make the run folder, or check that the one there was made with the same settings."""
     folder = Path(config.run.dir)
-    if (folder / "config.toml").exists():
+    if (folder / "config.toml").exists() and (folder / "config.toml").stat().st_size:
         before, now = flatten(load_config([str(folder / "config.toml")])), flatten(config)
         changed = [k for k in now if now[k] != before[k] and k not in MAY_CHANGE]
         if changed:
@@ -44,7 +43,7 @@ def open_folder(config: Config, ranks: Ranks) -> Path:
         return folder
     try:
         (folder / "rollouts").mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+        (folder / "config.toml").touch()  # `open_run` writes it
     except OSError as error:
         raise ConfigError(
             f"run.dir = {config.run.dir!r} cannot be written ({error.strerror}): set another one"
@@ -93,11 +92,11 @@ def language_models(config: Config, folder: Path, ranks: Ranks) -> tuple[LM, LM]
     judge = config.judge
     if judge.backend == "offline":
         return OfflineLM(), OfflineLM()
-    # a writer each: a rank judges the same groups again in a run of as many ranks
-    name = f"services-{ranks.rank}.sqlite" if ranks.rank else "services.sqlite"
-    cache = Cache(folder / name, config.run.services)
-    lm = OpenAILM(judge.model, judge.base_url, judge.api_key_env,
-                  ranks.limit(judge.max_concurrent), judge.deadline_s, cache=cache)  # fmt: skip
+    name = "services.sqlite" if ranks.is_first else f"services_{ranks.rank}.sqlite"
+    lm = OpenAILM(
+        judge.model, judge.base_url, judge.api_key_env, ranks.limit(judge.max_concurrent),
+        judge.deadline_s, cache=Cache(folder / name, config.run.services),
+    )  # fmt: skip
     return lm, lm.with_model(name) if (name := config.rubrics.generator_model) else lm
 
 
@@ -109,20 +108,38 @@ def engine(
     return RolloutEngine(
         sampler, tokenizer, tools, timers=timers, max_tokens=rollout.max_tokens,
         max_tool_calls=rollout.max_tool_calls, stop_ids=stop_ids(path, tokenizer),
-        stop=(rollout.stop,),
-        deterministic=config.train.deterministic, tool_wait_steps=rollout.tool_wait_steps,
+        stop=(rollout.stop,), deterministic=config.train.deterministic,
+        tool_wait_steps=rollout.tool_wait_steps,
     )  # fmt: skip
 
 
-def check_sizes(config: Config, model: Qwen3, num_prompts: int) -> None:
-    """Raise ConfigError for what cannot fit the model's context or the questions."""
-    rollout, context = config.rollout, model.config.max_position_embeddings
+def prompt_ids(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt. Raises ConfigError for one that is too long."""
+    ids = tokenizer.render(list(prompt.messages), add_generation_prompt=True)
+    limit = config.rollout.max_prompt_tokens
+    if len(ids) > limit:
+        raise ConfigError(
+            f"prompt {prompt.id!r} has {len(ids)} tokens but rollout.max_prompt_tokens is"
+            f" {limit}: raise that, or shorten the prompt"
+        )
+    return ids
+
+
+def check_sizes(
+    config: Config, sampler: Sampler, tokenizer: Tokenizer, prompts: list[Prompt],
+    held_out: list[Prompt],
+) -> None:  # fmt: skip
+    """Raise ConfigError for what cannot fit the model's context, the cache or the questions."""
+    rollout, context = config.rollout, sampler.model.config.max_position_embeddings
     if rollout.max_prompt_tokens + rollout.max_tokens > context:
         raise ConfigError(
             f"rollout.max_prompt_tokens + rollout.max_tokens = {rollout.max_prompt_tokens} +"
             f" {rollout.max_tokens} is more than the model's context of {context}: lower one"
         )
-    if rollout.prompts > num_prompts:
+    if rollout.prompts > len(prompts):
         raise ConfigError(
-            f"rollout.prompts = {rollout.prompts}, but there are {num_prompts} prompts: lower it"
+            f"rollout.prompts = {rollout.prompts}, but there are {len(prompts)} prompts: lower it"
         )
+    sampler.room(rollout.max_prompt_tokens + rollout.max_tokens)
+    for prompt in [*prompts, *held_out]:
+        prompt_ids(config, tokenizer, prompt)

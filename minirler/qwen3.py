@@ -7,8 +7,8 @@ The model does not know the KV cache, nor where one packed sequence ends: it han
 values (normed and rotated) to `attend(layer, q, k, v)`. The trainer passes packed attention, the
 sampler write-then-paged-read.
 
-Not here: reading of files (`weights`), mixture of experts, sliding windows, rope types other than
-plain and YaRN. Parameters carry HF's names, so a checkpoint's state dict is this module's state
+Not here: reading of files (`weights`), the rotation (`rotary`), mixture of experts, sliding
+windows. Parameters carry HF's names, so a checkpoint's state dict is this module's state
 dict.
 
 Shapes: B rows, T time, N packed tokens, V vocabulary, H query heads, K kv heads, D head dim, d
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .linear import PLAIN, Linear, linear
-from .rope import Rope, Yarn, rotate
+from .rotary import Rope, Yarn, rotate
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 Read = Callable[[Tensor, Tensor], object]
@@ -87,24 +87,23 @@ class Qwen3(nn.Module):
         the 1/sqrt(D) scale and whatever isolates sequences. Returns [N, d] in the weights' dtype,
         or read(hidden [N, d], head [V, d]): a head in shards is whole within this call only.
         """
-        hidden = self.in_heights(ids, positions, attend)
+        hidden = self._hidden(ids, positions, attend)
         if read is None:
             return hidden
         if self.config.tie_word_embeddings:
             return read(hidden, self.model.embed_tokens.weight)
         return self.lm_head(hidden, read)
 
-    def in_heights(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Hidden states, computed in a number of rows that `rows` allows."""
+    def _hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, d]; N is filled up here, once, where products keep to `rows`."""
         count = len(ids)
         spare = -count % self.rows[0] if self.rows else 0
         if not spare:
             return self.model(ids, positions, attend)
 
-        def attend_count(layer, *qkv):
+        def attend_count(layer, *qkv):  # the tokens added reach no other
             return F.pad(attend(layer, *(x[:count] for x in qkv)), (0, 0, 0, 0, 0, spare))
 
-        # filled up here, once, not in each product; the tokens added reach no other
         ids, positions = (F.pad(x, (0, spare)) for x in (ids, positions))
         return self.model(ids, positions, attend_count)[:count]
 

@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 
 from . import checkpoint, parts, state
-from .config import Config, ConfigError, asset_path
+from .config import Config, asset_path, to_toml
 from .data import PromptOrder
 from .dist import Policy, open_policy, open_reference, whole
 from .judge import Judge
@@ -98,15 +98,8 @@ class Run:
         return [self.prompts[names[i]] for i in self.order.next(count)]
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises ConfigError for one that is too long."""
-        ids = self.tokenizer.render(list(prompt.messages), add_generation_prompt=True)
-        limit = self.config.rollout.max_prompt_tokens
-        if len(ids) > limit:
-            raise ConfigError(
-                f"prompt {prompt.id!r} has {len(ids)} tokens but rollout.max_prompt_tokens is"
-                f" {limit}: raise that, or shorten the prompt"
-            )
-        return ids
+        """Token ids of a prompt."""
+        return parts.prompt_ids(self.config, self.tokenizer, prompt)
 
     def record(self, groups: list[Group], metrics: dict) -> None:
         """Write one step: its traces, rubric events (in the groups' order) and metrics."""
@@ -197,16 +190,18 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     folder = ranks.first_then_others(lambda: parts.open_folder(config, ranks))
     saved = ranks.gather(checkpoint.load_latest(folder) if ranks.is_first else None)[0]
     weights = saved.path / "model" if saved else path
-    policy, reference = _models(config, weights, tokenizer.num_valid, ranks)
-    parts.check_sizes(config, policy.copy, len(prompts))
+    masters = state.load_masters(weights, config.model.dtype, config.dist, ranks)
+    policy = open_policy(masters, path, config.model.dtype, ranks)
+    reference = _reference(config, path, ranks)
+    _prepare_(config, policy, reference, tokenizer.num_valid)
     sampler = Sampler(
         policy.copy, num_valid=tokenizer.num_valid, **dataclasses.asdict(config.sampler)
     )
+    parts.check_sizes(config, sampler, tokenizer, prompts, held_out)
     corpus = ranks.first_then_others(lambda: parts.corpus(config, folder, world))
     (judge_lm, generator), timers = parts.language_models(config, folder, ranks), Timers()
     run = Run(
-        config, ranks, folder, tokenizer, policy,
-        reference=reference,
+        config, ranks, folder, tokenizer, policy, reference=reference,
         optimizer=torch.optim.AdamW(
             policy.masters.parameters(), lr=config.train.lr,
             weight_decay=config.train.weight_decay,
@@ -225,28 +220,26 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
         if ranks.is_first else None,
         timers=timers,
     )  # fmt: skip
-    for prompt in [*prompts, *held_out]:
-        run.prompt_ids(prompt)
+    if ranks.is_first:  # last: settings that were refused must not bind a run folder
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
     _restore(run, saved)
     run.capture()
     return run
 
 
-def _models(
-    config: Config, weights: Path, num_valid: int, ranks: Ranks
-) -> tuple[Policy, Qwen3 | None]:
-    """The policy with the weights of that folder, and the first policy if it is the reference."""
-    path, dtype = asset_path(config.model.path), config.model.dtype
-    masters = state.load_masters(weights, dtype, config.dist, ranks)
-    policy, reference = open_policy(masters, path, dtype, ranks), None
-    if config.algo.beta and config.algo.reference == "first":
-        reference = open_reference(path, dtype, config.dist, ranks)
-    if config.train.deterministic:
-        models = [policy.copy, policy.trained, reference]
-        make_invariant_([model for model in models if model], num_valid)
+def _reference(config: Config, path: Path, ranks: Ranks) -> Qwen3 | None:
+    """The policy that training began with, where the KL from it counts."""
+    if not config.algo.beta or config.algo.reference != "first":
+        return None
+    return open_reference(path, config.model.dtype, config.dist, ranks)
+
+
+def _prepare_(config: Config, policy: Policy, reference: Qwen3 | None, num_valid: int) -> None:
+    """Set how the models compute."""
     for layer in policy.trained.model.layers:
         layer.is_checkpointed = config.train.checkpoint_activations
-    return policy, reference
+    if config.train.deterministic:
+        make_invariant_([m for m in (policy.copy, policy.trained, reference) if m], num_valid)
 
 
 def _restore(run: Run, saved: checkpoint.Checkpoint | None) -> None:

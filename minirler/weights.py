@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .qwen3 import Qwen3, Qwen3Config
-from .rope import Yarn
+from .rotary import Yarn
 from .tokenizer import model_end_ids, read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

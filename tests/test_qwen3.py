@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from minirler.qwen3 import Qwen3, Qwen3Config
-from minirler.rope import Yarn, attention_factor, inv_freq, rotate, yarn_ramp
+from minirler.rotary import Yarn, attention_factor, inv_freq, rotate, yarn_ramp
 from minirler.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"

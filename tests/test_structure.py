@@ -16,7 +16,7 @@ ROOT = PACKAGE.parent
 # The order in which to read the package: a module imports only modules before it.
 ORDER = """
 settings config records data log ranks
-noise kernels ops_ref linear attention ops tokenizer rope qwen3 weights lora
+noise kernels ops_ref linear attention ops tokenizer rotary qwen3 weights lora
 blocks scheduler sampler
 recording endpoint search mcp_tools tools world
 lm offline rubrics judge evolve research

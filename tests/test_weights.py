@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from minirler.qwen3 import Qwen3, Qwen3Config
-from minirler.rope import Yarn, attention_factor, inv_freq
+from minirler.rotary import Yarn, attention_factor, inv_freq
 from minirler.weights import load_model, read_config, save_model
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -1,8 +1,9 @@
-"""Rotary position embedding: plain, or scaled by YaRN (Peng et al., 2023, arXiv 2309.00071).
+"""Rotary position embedding, plain and with YaRN: from positions to rotated queries and keys.
 
-`config` is a `Qwen3Config`: its rope_theta, head_dim and yarn. Not here: other kinds of scaling.
+`config` is a `Qwen3Config`, of which head_dim, rope_theta and yarn are read. Not here: other rope
+types.
 
-Shapes: N packed tokens, H heads, D head dim.
+Shapes: N packed tokens, D head dim.
 """
 
 import math
