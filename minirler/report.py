@@ -3,8 +3,6 @@
 Not here: how lines and rows are written (`log`), and when an alarm rings (`monitor`).
 """
 
-from collections.abc import Iterator
-
 from . import monitor
 from .config import ConfigError
 from .log import mean, say, step_line
@@ -57,16 +55,10 @@ def step_row(run: Run, groups: list[Group], metrics: dict, seconds: float) -> di
         "seconds": seconds, "tokens_per_s": tokens / seconds,
     }  # fmt: skip
     row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
-    counts = run.ranks.gather(vars(run.judge.take_counts()))
-    row |= {f"judge/{name}": add(part[name] for part in counts) for name in counts[0]}
+    counts = vars(run.judge.take_counts())
+    errors = run.ranks.gather(counts.pop("last_error"))
+    row |= {f"judge/{name}": x for name, x in run.ranks.total(counts).items()}
+    row["judge/last_error"] = next(filter(None, errors), "")
     row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
     run.notes.clear()
     return row | monitor.indicators(groups)
-
-
-def add(parts: Iterator) -> float | str:
-    """The sum over the ranks; of texts the first that says something."""
-    first, *others = parts
-    for other in others:
-        first = first or other if isinstance(first, str) else first + other
-    return first
