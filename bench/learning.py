@@ -22,7 +22,7 @@ from minirler.log import read_metrics
 PANELS = (
     ("held_out/gold", "held-out gold coverage"),
     ("reward", "training reward"),
-    ("answer_tokens", "tokens sampled a rollout"),
+    ("sampled_tokens", "tokens sampled a rollout"),
 )
 
 

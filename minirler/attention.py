@@ -6,7 +6,7 @@ torch (`ops_ref`) does so where `deterministic` asks for it.
 
 Not here: who may write which block (`blocks`).
 
-Shapes: N packed tokens, R rows, H query heads, K kv heads, D head dim, L layers. The cache of a
+Shapes: N packed tokens, B rows, H query heads, K kv heads, D head dim, L layers. The cache of a
 layer is [blocks, 2, K, block_size, D]: keys, then values, a page of each head in one piece.
 """
 
@@ -29,11 +29,11 @@ GPU_BLOCKS = 1024  # thread blocks that fill a large GPU
 
 @dataclass(frozen=True)
 class PagedRows:
-    """R rows of packed queries, each the last tokens of its row, and the blocks that hold them."""
+    """B rows of packed queries, each the last tokens of its row, and the blocks that hold them."""
 
-    tables: Tensor  # [R, n] int32, blocks in the order of tokens
-    lengths: Tensor  # [R] int32, tokens of the row, its queries included
-    cu_seqlens: Tensor  # [R + 1] int32, from 0 to N
+    tables: Tensor  # [B, n] int32, blocks in the order of tokens
+    lengths: Tensor  # [B] int32, tokens of the row, its queries included
+    cu_seqlens: Tensor  # [B + 1] int32, from 0 to N
     slots: Tensor  # [N] int64, where each query's own key and value belong
     spans: list[tuple[int, int, int]]  # on the host: first query, behind the last, length
 
@@ -51,12 +51,12 @@ class PagedRows:
 def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> PagedRows:
     """Rows whose tokens [start, end) are computed now.
 
-    tables: lists of blocks, one a row; starts, ends [R]. ValueError names the row that its blocks
+    tables: lists of blocks, one a row; starts, ends [B]. ValueError names the row that its blocks
     do not hold.
     """
     starts, ends = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
     widths = np.array([len(table) for table in tables], dtype=np.int64)
-    padded = np.zeros((len(tables), max(widths, default=0)), dtype=np.int64)  # [R, n]
+    padded = np.zeros((len(tables), max(widths, default=0)), dtype=np.int64)  # [B, n]
     padded[np.arange(padded.shape[1]) < widths[:, None]] = [b for t in tables for b in t]
     wrong = (starts < 0) | (ends < starts) | (ends > widths * block_size)
     wrong |= ((padded < 0) | (padded >= num_blocks)).any(axis=1)
@@ -65,7 +65,7 @@ def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> Pa
         raise ValueError(f"row {row}: tokens {starts[row]} to {ends[row]} in blocks {tables[row]}, "
                          f"of {num_blocks} of {block_size} tokens each")  # fmt: skip
     counts = ends - starts
-    borders = np.concatenate([[0], counts.cumsum()])  # [R + 1]
+    borders = np.concatenate([[0], counts.cumsum()])  # [B + 1]
     row_of = np.repeat(np.arange(len(counts)), counts)  # [N]
     position = np.arange(borders[-1]) - borders[row_of] + starts[row_of]
     slots = padded[row_of, position // block_size] * block_size + position % block_size
@@ -131,9 +131,9 @@ def paged_attention(q, cache, rows, splits=None, deterministic=False):
 
 
 def packed_attention(q, k, v, cu_seqlens, deterministic=True):
-    """Causal attention inside each packed segment: q [N, H, D], k and v [N, K, D] -> [N, H, D].
+    """Causal attention inside each packed sequence: q [N, H, D], k and v [N, K, D] -> [N, H, D].
 
-    `cu_seqlens` (list or tensor, one more than segments, from 0 to N) holds the segment borders.
+    `cu_seqlens` (list or tensor, one more than sequences, from 0 to N) holds their borders.
     Differentiable; H must be a multiple of K. The bits are those of `paged_attention`;
     `deterministic=False` gives them up for torch's own fused attention, where that is faster: on a
     GPU, and without a kernel.

@@ -12,7 +12,8 @@ class BlockPool:
     """`num_blocks` blocks of `block_size` tokens.
 
     `tables[row]` lists the blocks of a row in the order of its tokens; a row is known from its
-    first `reserve` (or as the child of a `fork`) to its `free`.
+    first `reserve` (or as the child of a `fork`) to its `free`. `version` counts the weights whose
+    keys and values the blocks hold: a row whose blocks are of older ones can only free them.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -21,6 +22,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.tables: dict[int, list[int]] = {}
+        self.version = 0
+        self._versions: dict[int, int] = {}  # of each row in `tables`
         self.refcounts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: low block numbers go first
 
@@ -44,13 +47,18 @@ class BlockPool:
         """Give `row` blocks of its own for the tokens [start, end): the ones it is about to write.
 
         Returns the (source, target) copies to make first, at most one: only the block that `start`
-        falls into can hold older tokens. ValueError, and nothing changed, when too few are free.
+        falls into can hold older tokens. ValueError, and nothing changed, when too few are free, or
+        when the row's blocks are of an older `version`.
         """
+        if self._versions.get(row, self.version) != self.version:
+            raise ValueError(f"row {row} holds keys of weights {self._versions[row]}, these are "
+                             f"{self.version}: free it")  # fmt: skip
         cost = self.cost(row, start, end)
         if cost > self.num_free:
             raise ValueError(f"row {row} needs {cost} blocks for tokens {start} to {end}, "
                              f"{self.num_free} are free")
         table = self.tables.setdefault(row, [])
+        self._versions[row] = self.version
         if not cost:  # nearly every decoding step
             return []
         copies = []
@@ -71,11 +79,13 @@ class BlockPool:
         for block in table:
             self.refcounts[block] += 1
         self.tables[child] = list(table)
+        self._versions[child] = self._versions[parent]
 
     def free(self, row: int) -> None:
         """Give up all blocks of `row`; ValueError when it has none to give (freed twice)."""
         if row not in self.tables:
             raise ValueError(f"row {row} holds no blocks: freed twice, or never reserved")
+        del self._versions[row]
         for block in self.tables.pop(row):
             self.refcounts[block] -= 1
             if not self.refcounts[block]:

@@ -186,7 +186,7 @@ def check_pairs(c: Config) -> None:
     if c.sft.num_heads % c.sft.num_kv_heads:
         raise ConfigError(f"sft.num_heads = {c.sft.num_heads}: must be a multiple of "
                           f"sft.num_kv_heads = {c.sft.num_kv_heads}")
-    if not any(dataclasses.astuple(c.reward)):
+    if not any(x for x in dataclasses.astuple(c.reward) if isinstance(x, float)):
         raise ConfigError("every weight of [reward] is 0: nothing to learn from")
     if c.judge.backend == "openai" and not c.judge.model:
         raise ConfigError("judge.model is empty: name the model that judge.backend = 'openai' asks")

@@ -51,6 +51,7 @@ class InPieces(torch.autograd.Function):
     def forward(ctx, x, weight, rows):
         """x [N, d], weight [e, d] -> [N, e]."""
         ctx.save_for_backward(x, weight)
+        ctx.rows = rows
         return product(x, weight, rows)
 
     @staticmethod
@@ -58,7 +59,8 @@ class InPieces(torch.autograd.Function):
         """Gradients of x and weight, where they are wanted."""
         x, weight = ctx.saved_tensors
         wants_x, wants_weight, _ = ctx.needs_input_grad
-        return grad @ weight if wants_x else None, grad.T @ x if wants_weight else None, None
+        grad_x = product(grad, weight.T, ctx.rows) if wants_x else None
+        return grad_x, grad.T @ x if wants_weight else None, None
 
 
 def product(x: Tensor, weight: Tensor, rows: tuple[int, ...] = PLAIN) -> Tensor:

@@ -172,6 +172,11 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean; None of nothing."""
+    return sum(values) / len(values) if values else None
+
+
 def step_line(step: int, steps: int, row: dict, eta_s: float | None = None) -> str:
     """The console line of a step, from a metrics row; what the row lacks is left out.
 

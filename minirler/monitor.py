@@ -125,7 +125,7 @@ def above(name: str, limit: float):
 
 def has_drifted(steps: list[dict], rows: list[dict]) -> bool:
     """Whether reports are half as long again as at first, or a third shorter."""
-    before, now = mean(steps, "answer_tokens", first=True), mean(steps, "answer_tokens")
+    before, now = mean(steps, "sampled_tokens", first=True), mean(steps, "sampled_tokens")
     return bool(before) and not 2 / 3 <= now / before <= 1.5
 
 

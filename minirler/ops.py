@@ -160,7 +160,7 @@ def token_logps_backward_op(
         grad = product(x, valid, rows)  # the logits, and from the next line on their gradient
         logprob_backward_(grad, grad_logps[part], grad, targets[part], None, lse[part], temperature,
                           num_valid)  # fmt: skip
-        grad_hidden[part] = add_products_(grad, x, valid, grad_head)
+        grad_hidden[part] = add_products_(grad, x, valid, grad_head, rows)
         del grad  # before the next chunk's exists
     return grad_hidden, grad_head.to(head.dtype)
 
@@ -170,20 +170,20 @@ def _(grad_logps, hidden, head, targets, mask, lse, *settings):
     return torch.empty_like(hidden), head.new_empty(head.shape if settings[-1] else 0)
 
 
-def add_products_(grad, x, head, grad_head):
+def add_products_(grad, x, head, grad_head, rows=()):
     """Add grad.T @ x to grad_head, float32 (if it is not empty); returns grad @ head [chunk, d]."""
     if grad.dtype == torch.float32:
         if len(grad_head):
             grad_head[: len(head)].addmm_(grad.T, x)  # in place: no second [V, d] exists
-        return grad @ head
+        return product(grad, head.T, rows)
     # Without instructions for bfloat16, its products are ten times slower than a copy in float32.
     is_slow = x.device.type == "cpu" and torch.backends.cpu.get_cpu_capability() != "AVX512"
     kind = torch.float32 if is_slow else x.dtype
     x, grad_x = x.to(kind), torch.zeros_like(x, dtype=torch.float32)
     for first in range(0, len(head), HEAD_ROWS):
-        rows = slice(first, first + HEAD_ROWS)
-        part, weight = grad[:, rows].to(kind), head[rows].to(kind)
-        grad_x += part @ weight
+        some = slice(first, first + HEAD_ROWS)
+        part, weight = grad[:, some].to(kind), head[some].to(kind)
+        grad_x += product(part, weight.T, rows)
         if len(grad_head):
             grad_head[first: first + len(weight)] += part.T @ x
     return grad_x.to(grad.dtype)

@@ -3,8 +3,8 @@
 Arguments are checked by `ops`, which chooses between these and the kernels. Each function works on
 any device and any float dtype.
 
-Shapes: N packed tokens, B rows, V vocabulary, H query heads, K kv heads, D head dim, R rows of the
-sampler, P groups.
+Shapes: N packed tokens, B rows, V vocabulary, H query heads, K kv heads, D head dim, R rollouts, P
+groups.
 """
 
 import torch
@@ -120,7 +120,7 @@ def kv_copy_ref(cache, sources, targets):
 def paged_attention_ref(q, cache, tables, spans):
     """Attention of packed queries q [N, H, D] over the blocks of their rows -> [N, H, D].
 
-    tables int [R, n]; spans, one a row: (first query, behind its last, tokens of the row); a row's
+    tables int [B, n]; spans, one a row: (first query, behind its last, tokens of the row); a row's
     queries are its last tokens. Rows of one query each are gathered together.
     """
     out = torch.empty_like(q)
@@ -141,9 +141,9 @@ def paged_attention_ref(q, cache, tables, spans):
 
 
 def _gathered(q, cache, blocks, last):
-    """q [R, T, H, D] over cache[blocks [R, n]], each query up to key `last` [R, T]."""
+    """q [B, T, H, D] over cache[blocks [B, n]], each query up to key `last` [B, T]."""
     kv = cache[blocks].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [2, R, K, keys, D]
-    seen = torch.arange(kv.shape[3], device=q.device) <= last[..., None]  # [R, T, keys]
+    seen = torch.arange(kv.shape[3], device=q.device) <= last[..., None]  # [B, T, keys]
     # what no query sees may be anything: a weight of 0 does not hide a NaN
     k, v = kv.masked_fill(~seen[:, -1, None, :, None], 0.0)
     out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=seen[:, None],
@@ -152,9 +152,9 @@ def _gathered(q, cache, blocks, last):
 
 
 def packed_attention_ref(q, k, v, lengths):
-    """Causal attention inside each packed segment: q [N, H, D], k and v [N, K, D] -> [N, H, D].
+    """Causal attention inside each packed sequence: q [N, H, D], k and v [N, K, D] -> [N, H, D].
 
-    Differentiable, by torch's own fused attention a segment.
+    Differentiable, by torch's own fused attention a sequence.
     """
     # split, not slices: each slice's backward would fill a zero tensor of all N tokens
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)

@@ -10,7 +10,7 @@ raw text, so that text which a tool returned cannot earn anything.
 """
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .config import JudgeConfig, RewardConfig
 from .records import Group, Rollout
@@ -117,12 +117,15 @@ def apply_(group: Group, reward: RewardConfig, judge: JudgeConfig) -> Outcome:
     kept = [row for row, ok in zip(rows, judged, strict=True) if ok]
     counted = [all(row[c] is not None for row in kept) for c in range(len(group.criteria))]
     group.components = {
-        "rubric": [_rubric(rows[g], group, counted) if ok else None for g, ok in enumerate(judged)],
+        "rubric": [
+            _rubric(rows[g], group, counted, reward.rule) if ok else None
+            for g, ok in enumerate(judged)
+        ],
         "citation": [citation_reward(r) for r in group.rollouts],
         "format": [format_reward(r) for r in group.rollouts],
         "search": [search_reward(r) if r.answer is not None else 0.0 for r in group.rollouts],
     }
-    weights = asdict(reward)
+    weights = {name: getattr(reward, name) for name in group.components}
     group.rewards = [
         total({name: v[g] for name, v in group.components.items()}, weights) if ok else None
         for g, ok in enumerate(judged)
@@ -160,9 +163,9 @@ def _share_missing(row: Verdicts) -> float:
     return sum(s is None for s in row) / len(row) if row else 0.0
 
 
-def _rubric(row: Verdicts, group: Group, counted: list[bool]) -> float | None:
+def _rubric(row: Verdicts, group: Group, counted: list[bool], rule: str) -> float | None:
     use = [c for c, ok in enumerate(counted) if ok]
-    return rubric_reward([row[c] for c in use], [group.criteria[c].weight for c in use])
+    return rubric_reward([row[c] for c in use], [group.criteria[c].weight for c in use], rule)
 
 
 def _folded(text: str) -> str:

@@ -161,7 +161,11 @@ class Scheduler:
         del self.rows[row_id]
 
     def drop_cache(self) -> None:
-        """Free the blocks of every row: whatever runs on computes all its tokens anew."""
+        """The weights are new ones: free the blocks of every row, which computes all tokens anew.
+
+        a row that was forgotten here could not be scheduled: its blocks have the old version.
+        """
+        self.pool.version += 1
         for row in self.rows.values():
             self._release(row)
             if row.state != PARKED:

@@ -6,7 +6,6 @@
 Not here: who calls it (`tools`), network back ends, embeddings. The index is one file with two
 tables: `documents` holds the text once, `words` is the FTS5 index that points into it.
 """
-
 import argparse
 import json
 import os
@@ -19,7 +18,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Self
 from urllib.parse import quote, urlsplit
 
 from tqdm import tqdm
@@ -28,6 +26,7 @@ from .config import ConfigError
 from .data import replace_surrogates
 
 MEMORY = ":memory:"
+FIELDS = ("title", "text", "contents", "site", "url")  # of a JSONL row that are read, beside "id"
 TITLE_WEIGHT = 10.0  # a word in a title counts as ten in the text
 MAX_TERMS = 32  # distinct terms of a query; later ones are ignored (a parser's stack is finite)
 CACHED = 4096  # queries whose hits are kept: the rollouts of one prompt ask the same things
@@ -85,9 +84,9 @@ class LocalSearch:
         self._cached = lru_cache(CACHED)(self.search_uncached)
 
     @classmethod
-    def from_documents(cls, documents: Iterable[Document], snippet_words: int = 64) -> Self:
+    def from_documents(cls, documents: Iterable[Document], words: int = 64) -> "LocalSearch":
         """An index in memory, for small worlds; ValueError on a repeated id."""
-        search = cls(MEMORY, snippet_words)
+        search = cls(MEMORY, words)
         _fill(search._connection, documents, progress=False)
         return search
 
@@ -241,8 +240,7 @@ def _from_row(row: object, place: str) -> Document:
     """{"id"?, "title"?, "text" | "contents", "site" | "url"?}; id defaults to the place."""
     if not isinstance(row, dict):
         raise ValueError(f"expected a JSON object, got {type(row).__name__}")
-    keys = ("title", "text", "contents", "site", "url")
-    fields = {key: row[key] for key in keys if row.get(key) is not None}
+    fields = {key: row[key] for key in FIELDS if row.get(key) is not None}
     if wrong := [key for key, value in fields.items() if not isinstance(value, str)]:
         raise ValueError(f"{', '.join(wrong)} must be a string")
     text = fields.get("text") or fields.get("contents") or ""
@@ -292,8 +290,10 @@ def _index(arguments: argparse.Namespace) -> None:
 
 
 def _query(arguments: argparse.Namespace) -> None:
-    for hit in LocalSearch(arguments.index).search(" ".join(arguments.words), arguments.limit):
+    hits = LocalSearch(arguments.index).search(" ".join(arguments.words), arguments.limit)
+    for hit in hits:
         print(hit.doc_id, hit.title, " ".join(hit.text.split()), sep="\n  ")
+    print(f"{len(hits)} hits")
 
 
 if __name__ == "__main__":

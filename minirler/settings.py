@@ -118,8 +118,9 @@ class RubricsConfig:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Weights of the components of the reward."""
+    """Weights of the components of the reward, and what the first of them is."""
 
+    rule: str = "rler"  # weighted sum of verdicts over the positive weights; "mean": of verdicts
     rubric: float = 0.5
     citation: float = 0.2
     format: float = 0.2
@@ -262,6 +263,7 @@ CHOICES = {
     "judge.backend": ("offline", "openai"),
     "judge.scale": ("graded", "binary"),
     "rubrics.score_new": ("same_step", "next_visit"),
+    "reward.rule": ("rler", "mean"),
     "train.schedule": ("constant", "linear", "cosine"),
     "algo.ratio": ("token", "sequence", "gspo"),
     "algo.denominator": ("tokens", "max_tokens"),

@@ -6,7 +6,7 @@ makes a folder (weights, config, its own BPE, the loss of every step) that `mode
 The one shipped in `minirler/assets/almanac` was made by just that command. Tool output is masked:
 the loss is the mean negative log-likelihood of the teacher's own tokens (DR Tulu's cold start).
 
-Not here: resuming. It takes twenty minutes; an interrupted one leaves its last saved weights.
+Not here: resuming. It takes minutes; an interrupted one leaves what was saved, every 100 steps.
 """
 
 import json
@@ -19,6 +19,7 @@ import torch
 
 from .config import Config, asset_path, load_config, table
 from .data import read_system_prompt
+from .log import duration, say
 from .pack import pack
 from .policy import batch_logps, set_lr_
 from .qwen3 import Qwen3, Qwen3Config
@@ -38,6 +39,7 @@ from .world import (
 )
 
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac-sft.toml"
+TELL_EVERY_S = 5.0  # a line about the training
 CHATML = ("<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
 
 
@@ -61,18 +63,17 @@ def train(config: Config, stop_after: int | None = None) -> list[float]:
         betas=(0.9, 0.95),
         weight_decay=config.sft.weight_decay,
     )
-    losses, started = [], time.monotonic()
+    losses, started, told = [], time.monotonic(), -TELL_EVERY_S
     for step in range(min(config.sft.steps, stop_after or config.sft.steps)):
         schedule = "cosine", step, config.sft.steps, config.sft.warmup_steps
         set_lr_(optimizer, config.sft.lr, *schedule)
         losses.append(train_step(model, optimizer, teacher.batch(tokenizer, step), config))
-        if step % 50 == 0 or step + 1 == config.sft.steps:
-            seconds = time.monotonic() - started
-            print(
-                f"sft {step + 1}/{config.sft.steps}  loss {losses[-1]:.4f}  {seconds:.0f} s",
-                flush=True,
-            )
-        if (step + 1) % 500 == 0 or step + 1 == config.sft.steps:
+        seconds = time.monotonic() - started
+        if seconds - told > TELL_EVERY_S or step + 1 == config.sft.steps:
+            told, left = seconds, seconds / (step + 1) * (config.sft.steps - step - 1)
+            say(f"sft {step + 1}/{config.sft.steps}  loss {losses[-1]:.4f}  {seconds:.0f} s"
+                f"  ETA {duration(left)}")  # fmt: skip
+        if (step + 1) % 100 == 0 or step + 1 == config.sft.steps:
             save(config.sft.out, model, tokenizer, losses)
     return losses
 
@@ -180,6 +181,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"interrupted: {config.sft.out} has what was saved last, every 100 steps")
+        return 130
     print(f"saved to {config.sft.out}")
     return 0
 

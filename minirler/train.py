@@ -2,6 +2,7 @@
 
     python -m minirler.train [CONFIG] [key=value ...]
     torchrun --nproc-per-node 8 -m minirler.train [CONFIG] [key=value ...]
+    python -m minirler.train replay=RUN         # run again, and tell the first difference
 
 Without arguments it trains the small policy on the almanac, on a CPU, in minutes, with no key and
 no network. A run folder that exists is resumed from its newest complete checkpoint. Ctrl-C saves
@@ -29,9 +30,11 @@ from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
 from .grpo import flat_groups
-from .log import Bar, before_after, say, step_line
+from .log import Bar, before_after, say
 from .ranks import Ranks, join
 from .records import Group, Prompt, Rollout
+from .replay import replay
+from .report import report
 from .reward import apply_
 from .run import Run, open_run
 from .sampler import SamplingParams
@@ -41,14 +44,14 @@ MAX_SKIPS = 3  # steps in a row without a finite loss and gradient, after which 
 DEFAULT = Path(__file__).parents[1] / "configs" / "almanac.toml"
 
 
-async def train(run: Run) -> None:
-    """Train from where the run stands to `train.steps`. Cancelling is safe at every await: the
-    state is whole at a step border, and nothing before `update` touches the weights."""
+async def train(run: Run, until: int | None = None) -> None:
+    """Train from where the run stands to step `until` (`train.steps`). Cancelling is safe at every
+    await: the state is whole at a step border, and nothing before `update` touches the weights."""
     settings = run.config.train
     while True:
         if is_evaluation_due(run):
             await hold_out(run)
-        if run.step >= settings.steps:
+        if run.step >= (settings.steps if until is None else until):
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
@@ -164,8 +167,7 @@ async def score(run: Run, rollouts: list[Rollout]) -> Group:
 
 
 def is_evaluation_due(run: Run) -> bool:
-    """At the start, every `eval.every` steps and at the end, once each, if there is a gold
-    judge."""
+    """At the start, every `eval.every` steps and at the end, once each, if entries are held out."""
     due = (
         run.step in (0, run.config.train.steps) or run.step % (run.config.eval.every or 10**9) == 0
     )
@@ -183,49 +185,6 @@ async def hold_out(run: Run) -> None:
     run.write({f"held_out/{name}": x for name, x in row.items()})
     run.timers.reset()
     say(f"held out at step {run.step}: gold coverage {row['gold']:.3f}, {row['tokens']:.0f} tokens")
-
-
-def report(run: Run, groups: list[Group], metrics: dict, seconds: float) -> None:
-    """Write the step to the run folder and one line of it to the console."""
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    tokens = sum(rollout.num_sampled() for rollout in rollouts)
-    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
-    row = {"reward": mean(rewards)}
-    for name in groups[0].components:
-        values = [x for group in groups for x in group.components[name] if x is not None]
-        row[f"reward/{name}"] = mean(values)
-    if run.evaluations:
-        row["held_out"] = run.evaluations[max(run.evaluations)]["gold"]
-    row |= metrics | {
-        "unscored": sum(r is None for g in groups for r in g.rewards),
-        "answer_tokens": tokens / len(rollouts),
-        "answered": mean([float(r.answer is not None) for r in rollouts]),
-        "length_stops": mean([float(r.stop_reason == "length") for r in rollouts]),
-        "calls": mean([float(len(r.calls)) for r in rollouts]),
-        "criteria": mean([float(len(g.criteria)) for g in groups]),
-        "seconds": seconds, "tokens_per_s": tokens / seconds,
-    }  # fmt: skip
-    row |= {f"seconds/{name}": x for name, x in run.timers.reset().items()}
-    counts = vars(run.judge.take_counts())
-    errors = run.ranks.gather(counts.pop("last_error"))
-    row |= {f"judge/{name}": x for name, x in run.ranks.total(counts).items()}
-    row["judge/last_error"] = next(filter(None, errors), "")
-    row |= {"generator_notes": len(run.notes), "last_note": run.notes[-1] if run.notes else ""}
-    row |= monitor.indicators(groups)
-    ringing = monitor.lasting(run.rows, 1)
-    row["alarms"] = monitor.alarms([*run.rows, row])
-    run.notes.clear()
-    run.record(groups, row)
-    left = run.config.train.steps - run.step
-    say(step_line(run.step, run.config.train.steps, row, left * seconds))
-    for name in row["alarms"]:
-        if name not in ringing:  # told once, where it begins
-            say(f"  alarm {name}: {monitor.ALARMS[name][1]}")
-
-
-def mean(values: list[float]) -> float | None:
-    """Arithmetic mean; None of nothing."""
-    return sum(values) / len(values) if values else None
 
 
 async def supervise(run: Run) -> int:
@@ -254,6 +213,9 @@ async def supervise(run: Run) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; a rank that fails takes the others with it, and they say why."""
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) == 1 and argv[0].startswith("replay="):
+        return replay(Path(argv[0].removeprefix("replay=")), train)
     ranks = join()
     try:
         status = start(argv, ranks)
@@ -266,10 +228,13 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def start(argv: list[str] | None, ranks: Ranks) -> int:
+def start(argv: list[str], ranks: Ranks) -> int:
     """Train. What the user can mend (setting, file, disk) is an error of one line."""
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv, DEFAULT)
+        config = load_config(argv, DEFAULT)
         if config.run.threads:
             torch.set_num_threads(config.run.threads)
         say(table(config))

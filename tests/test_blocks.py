@@ -133,3 +133,20 @@ def test_wrong_use_is_refused():
         pool.fork(0, 1)
     with pytest.raises(KeyError):
         pool.fork(7, 8)
+
+
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_blocks_of_old_weights_can_only_be_freed(is_forked):
+    pool = BlockPool(8, 4)
+    pool.reserve(0, 0, 6)
+    pool.version += 1
+    row = int(is_forked)
+    if is_forked:
+        pool.fork(0, 1)  # of old blocks: as old as they are
+    tables, free = dict(pool.tables), pool.num_free
+    with pytest.raises(ValueError, match=f"row {row} holds keys of weights 0, these are 1"):
+        pool.reserve(row, 6, 7)
+    assert (pool.tables, pool.num_free) == (tables, free)
+    pool.free(row)
+    assert pool.reserve(row, 0, 7) == []  # computed anew, with the new weights
+    pool.reserve(row, 7, 8)

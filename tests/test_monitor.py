@@ -93,12 +93,12 @@ def test_indicators_are_shares_of_anything(rows):
 
 # ------------------------------------------------------------------------------ alarms
 
-QUIET = {"reward": 0.5, "answer_tokens": 100, "entropy": 1.0, "grad_norm": 1.0, "loss": 0.1,
+QUIET = {"reward": 0.5, "sampled_tokens": 100, "entropy": 1.0, "grad_norm": 1.0, "loss": 0.1,
          "kl": 0.01, "flat_share": 0.1, "dead": 0.1, "saturated": 0.1, "missing": 0.0,
          "polarization": 0.05, "corruption": 0.0}  # fmt: skip
 LOUD = {
     "flat": {"flat_share": 0.6}, "dead": {"dead": 0.6}, "saturated": {"saturated": 0.6},
-    "length": {"answer_tokens": 160}, "missing": {"missing": 0.2}, "entropy": {"entropy": 0.1},
+    "length": {"sampled_tokens": 160}, "missing": {"missing": 0.2}, "entropy": {"entropy": 0.1},
     "polarized": {"polarization": 0.3}, "corruption": {"corruption": 0.05},
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_an_alarm_rings_when_a_window_of_steps_is_bad_and_no_other_does(name):
 
 
 def test_shorter_reports_ring_as_longer_ones_do():
-    assert monitor.alarms(run_of(*[{}] * 5, *[{"answer_tokens": 60}] * 5)) == ["length"]
+    assert monitor.alarms(run_of(*[{}] * 5, *[{"sampled_tokens": 60}] * 5)) == ["length"]
 
 
 def test_a_dead_gradient_and_a_jump_of_the_kl_ring_at_once():

@@ -437,7 +437,7 @@ def operations():
     yield torch.ops.minirler.logprob, (x.detach().bfloat16(), targets, None, *settings, False)
     yield torch.ops.minirler.logprob_backward, (lse, x.detach(), targets, mask, lse, *settings)
     yield torch.ops.minirler.logprob_reuse, (x.detach().clone(), lse, targets, mask, lse, *settings)
-    yield torch.ops.minirler.token_logps, (hidden, head, targets, mask, *settings, 2)
+    yield torch.ops.minirler.token_logps, (hidden, head, targets, mask, *settings, 2, [4, 8])
     if "cpu" in kernels.NATIVE:
         yield torch.ops.minirler.packed_attention, (*inputs, borders)
 

@@ -1,6 +1,6 @@
 """Rewards: the rubric rules of both papers, the other components, missing verdicts, no answer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -218,3 +218,10 @@ def test_rubric_reward_lies_between_its_worst_and_its_best(pairs):
     worst = rubric_reward([float(w < 0) for _, w in scored], [w for _, w in scored])
     best = rubric_reward([float(w > 0) for _, w in scored], [w for _, w in scored])
     assert worst - 1e-12 <= got <= best + 1e-12
+
+
+def test_the_rule_of_the_rubric_reward_is_a_setting():
+    for rule, expected in (("rler", (1.0 - 0.5) / 1), ("mean", 0.75)):
+        g = group([[1.0, 0.5], [1.0, 0.5]], weights=[1, -1])
+        apply_(g, replace(RUBRIC_ONLY, rule=rule), TOLERANT)
+        assert g.rewards == [expected] * 2

@@ -108,7 +108,7 @@ def test_the_ranking_is_bm25_with_a_weighted_title():
 
 def test_a_snippet_is_a_passage_around_the_words_and_no_longer_than_asked():
     text = " ".join(f"w{i}" for i in range(500))
-    search = LocalSearch.from_documents([Document("d", "t", text)], snippet_words=8)
+    search = LocalSearch.from_documents([Document("d", "t", text)], words=8)
     (hit,) = search.search("w300")
     words = hit.text.strip(".").split()
     assert "w300" in words and len(words) <= 8
@@ -237,7 +237,7 @@ def test_the_command_line_indexes_and_queries(tmp_path, capsys):
     assert out == f"1 documents in {path}.sqlite, 1 bad rows skipped\n"
     assert f"skipped {path}:2: expected a JSON object, got list" in err
     main(["query", f"{path}.sqlite", "one", "two"])
-    assert capsys.readouterr().out == "7\n  T\n  one\n"
+    assert capsys.readouterr().out == "7\n  T\n  one\n1 hits\n"
     for arguments, message in ((["index", str(path), "--strict"], "rows.jsonl:2"),
                                (["index", str(tmp_path / "no")], "no folder or file"),
                                (["query", str(tmp_path / "no"), "x"], "no search index")):

@@ -21,7 +21,7 @@ blocks scheduler sampler
 recording endpoint search mcp_tools tools world
 lm offline rubrics judge evolve research
 reward grpo pack policy dist state checkpoint monitor
-rollout evaluate sft parts run update train bootstrap ask serve view
+rollout evaluate sft parts run report update replay train bootstrap ask serve view
 """.split()
 
 # These run where torch is not installed.

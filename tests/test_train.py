@@ -205,6 +205,21 @@ def test_persistent_rubrics_that_failed_are_made_at_the_next_visit(tmp_path):
     assert any(c.kind == "persistent" for c in again.criteria)
 
 
+def test_a_first_step_that_scores_nothing_ends_the_run_with_the_reason(tmp_path, capsys):
+    run = open_run(settings(tmp_path / "dead", "eval.every=9"))
+    run.judge._lm = Deaf()
+    with pytest.raises(ConfigError, match="scored none of its 8 rollouts: connection refused"):
+        asyncio.run(loop.supervise(run))
+    assert "8 of 8 rollouts unscored, 0 tokens trained on" in capsys.readouterr().out
+    again = open_run(run.config)
+    assert again.step == 0 and not list((run.folder / "rollouts").iterdir())
+
+
+def test_settings_that_were_refused_do_not_bind_the_run_folder(tmp_path, capsys):
+    fails(capsys, *small(tmp_path / "r", "rollout.max_prompt_tokens=5"))
+    assert open_run(settings(tmp_path / "r")).step == 0
+
+
 def test_evolving_rubrics_can_be_turned_off(tmp_path):
     run = open_run(settings(tmp_path / "fixed", "rubrics.evolve=false"))
     groups = asyncio.run(loop.sample_and_score(run))
