@@ -10,6 +10,8 @@ Shapes: N packed tokens, B rows, H query heads, K kv heads, D head dim, L layers
 layer is [blocks, 2, K, block_size, D]: keys, then values, a page of each head in one piece.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -230,3 +232,18 @@ def aligned(x):
     """x, contiguous and at an address that is a multiple of 16 bytes: the GPU loads so many."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@contextmanager
+def lent(cache: Tensor) -> Iterator[None]:
+    """Within, the cache's memory is free for others; what it held is lost, and so is its address.
+
+    An update needs the room while nobody samples, and no key or value outlives new weights.
+    """
+    storage = cache.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    try:
+        yield
+    finally:
+        storage.resize_(size)

@@ -43,7 +43,8 @@ class Policy:
 
 def open_policy(masters: Qwen3, path: Path, dtype: str, ranks: Ranks) -> Policy:
     """The policy of these masters, computing in `dtype`; `path` is an HF folder of its shape."""
-    if ranks.size == 1 and dtype == "float32":
+    place = next(masters.parameters()).device.type
+    if ranks.size == 1 and dtype == "float32" and place == torch.device(ranks.device).type:
         return Policy(masters, masters, masters)
     copy = empty_model(path, dtype, dtype, DistConfig(), Ranks(device=ranks.device))
     fill_(copy, masters)

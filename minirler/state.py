@@ -6,6 +6,7 @@ process too. Not here: that a checkpoint is whole or not there at all (`checkpoi
 """
 
 import random
+import warnings
 from pathlib import Path
 
 import torch
@@ -74,7 +75,9 @@ def read_moments_(path: Path, model: Qwen3, optimizer: torch.optim.Optimizer) ->
 
 def _load(folder: Path, tensors: dict[str, Tensor]) -> None:
     """Fill tensors in place; without a process group this process reads all of it."""
-    dcp.load(tensors, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+        dcp.load(tensors, checkpoint_id=folder, no_dist=not torch.distributed.is_initialized())
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> dict[str, Tensor]:

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from . import monitor
+from .attention import lent
 from .config import ConfigError, load_config, table
 from .evaluate import METRICS, evaluate
 from .evolve import evolving_rubrics, persistent_rubrics
@@ -54,7 +55,8 @@ async def train(run: Run, until: int | None = None) -> None:
             break
         started = time.monotonic()
         groups = await sample_and_score(run)
-        metrics = update(run, groups)
+        with lent(run.sampler.cache):
+            metrics = update(run, groups)
         run.policy.sync_()
         run.sampler.weights_changed()
         run.step += 1

@@ -360,7 +360,16 @@ def broken(run, groups):
 train.update = broken
 sys.exit(train.main(sys.argv[1:]))
 """
-ENDS = {  # what happens to a rank in step 2
+BARE = """
+import os, signal, sys, time
+from types import SimpleNamespace
+from minirler import ranks
+ranks.SILENT_S = 6.0
+run = SimpleNamespace(ranks=ranks.join())
+{act}
+time.sleep(999)
+"""
+ENDS = {  # what happens to a rank in step 2; to the last two without a run, as they take seconds
     "fails": "if run.ranks.rank == 1: raise ValueError('the key of rank 1')",
     "disk": "if run.ranks.rank == 1: raise OSError('the disk is full')",
     "killed": "if run.ranks.rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
@@ -395,7 +404,8 @@ def begin(folder: Path, act: str) -> list[subprocess.Popen]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", PROGRAM.format(act=act), *settings(folder)]
+    program = BARE if folder.name in ("first", "stuck") else PROGRAM
+    command = [sys.executable, "-c", program.format(act=act), *settings(folder)]
     processes = []
     for rank in range(2):
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "WORLD_SIZE": 2}

@@ -150,9 +150,10 @@ def running_mean_logps(batch, weight):
     return logps[torch.arange(len(batch.ids)), batch.targets]
 
 
-def step_gradient(rollouts, advantages, max_tokens):
+def step_gradient(rollouts, advantages, max_tokens, size=1):
     weight = torch.linspace(-1, 1, 25).reshape(5, 5).double().cos().float().requires_grad_()
-    batches = pack(rollouts, advantages, max_tokens)
+    shares = [pack(rollouts, advantages, max_tokens, rank, size) for rank in range(size)]
+    batches = [batch for share in shares for batch in share]
     denominator = sum(b.token_count() for b in batches)
     total = torch.zeros(())
     for b in batches:
@@ -164,12 +165,29 @@ def step_gradient(rollouts, advantages, max_tokens):
     return total.item(), weight.grad
 
 
-@given(ROLLOUTS, st.integers(17, 60), st.randoms())
-def test_loss_and_gradient_do_not_depend_on_packing_or_order(rollouts, max_tokens, random):
+@given(ROLLOUTS, st.integers(17, 60), st.integers(2, 5))
+def test_ranks_get_every_token_once_in_equal_numbers_of_micro_batches(rollouts, max_tokens, size):
+    advantages = [float(i) for i in range(len(rollouts))]
+    shares = [pack(rollouts, advantages, max_tokens, rank, size) for rank in range(size)]
+    trained = sum(rollout.num_sampled() > 0 for rollout in rollouts)
+    assert {len(share) for share in shares} == {len(shares[0])}
+    assert bool(shares[0]) == bool(trained)
+    assert all(0 < len(b.ids) <= max_tokens for share in shares for b in share)
+    busy = [b for share in shares for b in share if b.token_count()]
+    rows = [i for b in busy for i in b.rollout.unique().tolist()]
+    assert sorted(rows) == [i for i, r in enumerate(rollouts) if r.num_sampled()]
+    assert len(busy) >= min(trained, size)  # nobody idles while another one has two
+    assert sum(b.token_count() for b in busy) == sum(r.num_sampled() for r in rollouts)
+
+
+@given(ROLLOUTS, st.integers(17, 60), st.integers(1, 4), st.randoms())
+def test_loss_and_gradient_do_not_depend_on_packing_order_or_ranks(
+    rollouts, max_tokens, size, random
+):
     pairs = [(r, 0.5 - i) for i, r in enumerate(rollouts)]
     loss, gradient = step_gradient(*zip(*pairs, strict=True), 1000)
     random.shuffle(pairs)
-    packed, packed_gradient = step_gradient(*zip(*pairs, strict=True), max_tokens)
+    packed, packed_gradient = step_gradient(*zip(*pairs, strict=True), max_tokens, size)
     assert packed == pytest.approx(loss, rel=1e-5, abs=1e-6)
     if gradient is not None:
         torch.testing.assert_close(packed_gradient, gradient, rtol=1e-5, atol=1e-6)

@@ -228,3 +228,17 @@ def test_impossible_head_counts_are_refused(change):
     (key,) = change
     with pytest.raises(ValueError, match=f"{key} {change[key]}"):
         replace(SMALL, **change)
+
+
+def test_a_layer_that_keeps_its_input_alone_has_the_same_gradients():
+    ids, gradients = torch.arange(1, 13).view(2, 6), []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(0)
+        model, runs = Qwen3(SMALL), []
+        for layer in model.model.layers:
+            layer.is_checkpointed, run = is_checkpointed, layer.run
+            layer.run = lambda *args, run=run, runs=runs: (runs.append(1), run(*args))[1]
+        model.logits(ids).square().sum().backward()
+        assert len(runs) == (4 if is_checkpointed else 2)  # once more in the backward pass
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))

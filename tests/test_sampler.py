@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minirler.attention import lent
 from minirler.noise import gumbel_noise, noise_key
 from minirler.qwen3 import Qwen3, Qwen3Config
 from minirler.sampler import Sampler, SamplingParams
@@ -186,6 +187,8 @@ def test_log_probs_are_of_the_tempered_softmax():
         def head_weight(self):
             return torch.diag(torch.tensor([3.0, 1.0, 0.0]))
 
+        rows = ()
+
         def forward(self, ids, positions, attend):
             return torch.ones(len(ids), 3)
 
@@ -312,6 +315,23 @@ def test_new_weights_are_used_and_old_keys_are_not():
     ids, logps, _ = naive(model, [1, 2, 3, first.id], SamplingParams(max_tokens=1), "k", 0)
     assert (second.id, second.row) == (ids[0], row)
     assert second.logp == pytest.approx(logps[0], abs=2e-5)
+
+
+def test_the_cache_can_be_lent_and_comes_back_empty_at_its_size():
+    sampler, params = Sampler(MODEL), SamplingParams(max_tokens=6)
+    expected = sampler.generate([[1, 2, 3]], params)
+    storage = sampler.cache.untyped_storage()
+    size = storage.nbytes()
+    row, = sampler.add([1, 2, 3], params, 0)
+    tokens = sampler.step()
+    with lent(sampler.cache):
+        assert storage.nbytes() == 0
+    sampler.weights_changed()
+    assert storage.nbytes() == size
+    while not tokens[-1].stop_reason:  # the row goes on where it was
+        tokens += sampler.step()
+    sampler.finish(row)
+    assert [token.id for token in tokens] == expected[0].token_ids
 
 
 def test_rows_can_be_finished_parked_and_extended_before_their_prefill():
