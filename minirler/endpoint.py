@@ -107,6 +107,9 @@ class Endpoint:
             if reply := self._cache.get(key.hexdigest()):
                 self.costs.recorded += 1
                 return read(reply)
+            if self._cache.mode == "replay":
+                self.costs.failures += 1
+                raise EndpointError(0, "there is no reply on record: the request had failed")
 
             def accept(reply: Reply) -> Any:
                 value = read(reply)

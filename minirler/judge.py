@@ -93,7 +93,7 @@ class Judge:
         if config.retries < 0:
             raise ConfigError(f"judge.retries is {config.retries}: it must be at least 0")
         self.counts = Counts()
-        self._lm, self._config, self._prompts_dir = lm, config, prompts_dir
+        self.lm, self._config, self._prompts_dir = lm, config, prompts_dir
         self._cache: dict[bytes, float] = {}  # oldest first
         self._cache_size = cache_size
 
@@ -161,7 +161,7 @@ class Judge:
     async def _complete(self, request: LMRequest) -> LMReply:
         """A failure of the LM becomes a missing verdict here, and nowhere else."""
         try:
-            return await self._lm.complete(request)
+            return await self.lm.complete(request)
         except ConfigError:
             raise  # every other call would fail in the same way
         except Exception as error:

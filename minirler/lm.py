@@ -142,7 +142,7 @@ class OpenAILM:
     Limiter, deadline, retries and circuit are those of `Endpoint`; a reply that is no chat
     completion is tried again. Other failures are replies without text. Errors: ConfigError on 401,
     and on 403 and 404 until a request has succeeded (later they concern that one request), and for
-    a request that a `cache` in mode "replay" does not hold. Use it from one event loop.
+    a `cache` in mode "replay" that is of another run. Use it from one event loop.
     """
 
     def __init__(

@@ -30,6 +30,7 @@ from .data import PromptOrder
 from .dist import Policy, open_policy, open_reference, whole
 from .judge import Judge
 from .linear import make_invariant_
+from .lm import OpenAILM
 from .log import MetricsLog, Timers
 from .qwen3 import Qwen3
 from .ranks import ALONE, Ranks
@@ -142,6 +143,12 @@ class Run:
             optimizer=state.optimizer_state(optimizer, model) if ranks.size == 1 else {},
             keep=self.config.train.keep_checkpoints, ranks=ranks,
         )  # fmt: skip
+
+    async def close(self) -> None:
+        """Close the connections to services."""
+        for lm in (self.judge.lm, self.generator):
+            if isinstance(lm, OpenAILM):
+                await lm.close()
 
     def hashes(self) -> dict[str, str]:
         """SHA-256 of the weights, of the rubric buffer and of all traces. A collective."""

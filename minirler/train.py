@@ -199,6 +199,8 @@ async def supervise(run: Run) -> int:
         run.save()
         say(f"\ninterrupted: saved step {run.captured['step']} in {run.folder}; run again to go on")
         return 130
+    finally:
+        await run.close()
     if run.evaluations:
         first, last = min(run.evaluations), max(run.evaluations)
         say(f"\nheld-out questions, step {first} -> step {last}")

@@ -2,6 +2,7 @@
 reply, nothing leaks, and what was recorded can be given again without the service."""
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import json
@@ -236,9 +237,21 @@ def test_a_recorded_reply_is_given_again_in_replay_without_any_server(tmp_path):
     silent = Server(*["status_500"] * 9)
     again, costs = silent.use(asks("a", "b", "a"), cache=replay, headers={})
     assert again == found and not silent.asked and costs.recorded == 3
-    with pytest.raises(ConfigError, match="does not hold a request of this run"):
+    with pytest.raises(EndpointError, match="no reply on record"):
         silent.use(asks("c"), cache=replay)
     assert not silent.asked
+
+
+def test_the_record_of_another_run_is_refused(tmp_path):
+    Server().use(asks("a"), cache=Cache(tmp_path / "s.sqlite"))
+
+    async def many(endpoint):
+        for i in range(99):
+            with contextlib.suppress(EndpointError):
+                await post(str(i))(endpoint)
+
+    with pytest.raises(ConfigError, match="holds none of the first 16 requests"):
+        Server().use(many, cache=Cache(tmp_path / "s.sqlite", "replay"))
 
 
 def test_failures_are_not_recorded_and_live_records_nothing(tmp_path):
@@ -287,6 +300,8 @@ def test_a_record_that_is_not_there_cannot_be_replayed(tmp_path):
 
 def test_many_requests_under_faults_all_end_and_leave_nothing(recwarn):
     """A fifth of the tries fails, in every way; each request has its own reply or an error."""
+    gc.collect()  # what other tests left
+    recwarn.clear()
     draw = random.Random(0)
     faults = [draw.choice([*FAULTS, "status_400"]) if draw.random() < 0.2 else None
               for _ in range(2000)]  # fmt: skip
