@@ -8,6 +8,7 @@ Not here: what a missing verdict does to a rollout (`reward`) or a criterion (`r
 """
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -57,6 +58,35 @@ def _read_value(text: str | None, scale: str, finish_reason: str) -> float | Non
         return None
 
 
+def read_batch(text: str | None, count: int, finish_reason: str = "stop") -> list[float | None]:
+    """The graded values of criteria 1 to `count` in one reply, not yet clamped; None is missing.
+
+    {"verdicts": [{"id": 1, "reason": ..., "score": 2}, ...]}. An id that comes twice with two
+    scores has contradicted itself, and is missing.
+    """
+    entries = (read_json(text, "verdicts", finish_reason) or {}).get("verdicts")
+    values: dict[int, set] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, dict) and type(entry.get("id")) is int:
+            score = _read_value(json.dumps({"score": entry.get("score")}), "graded", "stop")
+            values.setdefault(entry["id"], set()).add(score)
+    found = [values.get(i, {None}) for i in range(1, count + 1)]
+    return [next(iter(x)) if len(x) == 1 else None for x in found]
+
+
+def combine(votes: Sequence[float | None], rule: str) -> float | None:
+    """One verdict of several judges'; None where no more than half of them have one.
+
+    "mean", or "majority": the value with most votes, of equals the lowest.
+    """
+    known = sorted(vote for vote in votes if vote is not None)
+    if 2 * len(known) <= len(votes):
+        return None
+    if len(known) == 1:
+        return known[0]
+    return math.fsum(known) / len(known) if rule == "mean" else max(known, key=known.count)
+
+
 def has_answer(answer: str | None) -> bool:
     """False for a rollout that has nothing to judge: keep it out of the buffer's statistics."""
     return bool(answer and answer.strip())
@@ -75,15 +105,17 @@ class Counts:
 
 
 class Judge:
-    """Asks an LM for verdicts and remembers them by content, `cache_size` at most.
+    """Asks LMs for verdicts and remembers them by content, `cache_size` at most.
 
-    Only verdicts are remembered, never failures. A reply that cannot be read is asked for again up
+    Several LMs vote on each verdict (`combine`). `criteria_per_call` criteria go into one call, 0:
+    all of an answer; one at a time is the paper's way, and dearer. Only verdicts are remembered,
+    never failures. A reply that cannot be read is asked for again up
     to `config.retries` times; one that did not arrive is not, as the LM has its own retries.
     """
 
     def __init__(
         self,
-        lm: LM,
+        lms: Sequence[LM],
         config: JudgeConfig,
         prompts_dir: Path | str | None = None,
         cache_size: int = 65536,
@@ -92,8 +124,10 @@ class Judge:
             raise ConfigError(f"judge.scale is {config.scale!r}: choose one of {list(_SCALES)}")
         if config.retries < 0:
             raise ConfigError(f"judge.retries is {config.retries}: it must be at least 0")
+        if config.criteria_per_call != 1 and config.scale != "graded":
+            raise ConfigError("judge.criteria_per_call other than 1 needs judge.scale = 'graded'")
         self.counts = Counts()
-        self.lm, self._config, self._prompts_dir = lm, config, prompts_dir
+        self.lms, self._config, self._prompts_dir = list(lms), config, prompts_dir
         self._cache: dict[bytes, float] = {}  # oldest first
         self._cache_size = cache_size
 
@@ -110,9 +144,14 @@ class Judge:
         cells = self._cells(question, answers, criteria)
         known = {key: self._cache[key] for key in cells if key in self._cache}
         unknown = [key for key in cells if key not in known]
-        asked = [(answers[row], criteria[column]) for (row, column), *_ in map(cells.get, unknown)]
-        found = await _gather([self._verdict(question, a, c.description) for a, c in asked])
-        known |= zip(unknown, found, strict=True)
+        batches = self._batches(unknown, cells)
+        found = await _gather([
+            self._verdicts(question, answers[cells[batch[0]][0][0]],
+                           [criteria[cells[key][0][1]].description for key in batch])
+            for batch in batches
+        ])  # fmt: skip
+        for batch, values in zip(batches, found, strict=True):
+            known |= zip(batch, values, strict=True)
         self._remember(known)
         for key, places in cells.items():
             self.counts.missing += len(places) if known[key] is None else 0
@@ -139,29 +178,60 @@ class Judge:
         counts, self.counts = self.counts, Counts()
         return counts
 
-    async def _verdict(self, question: str, answer: str, criterion: str) -> float | None:
-        fields = {"question": question, "answer": answer, "criterion": criterion}
-        messages = render(_SCALES[self._config.scale][0], fields, self._prompts_dir)
-        fields["scale"] = self._config.scale
-        request = LMRequest("judge", fields, messages, max_tokens=self._config.max_tokens)
-        for attempt in range(self._config.retries + 1):
+    def _batches(self, keys: list[bytes], cells: dict) -> list[list[bytes]]:
+        """The keys that one call asks for: of one answer, `criteria_per_call` at most."""
+        answers: dict[int, list[bytes]] = {}
+        for key in keys:
+            answers.setdefault(cells[key][0][0], []).append(key)
+        size = self._config.criteria_per_call or max(1, len(keys))
+        return [own[i : i + size] for own in answers.values() for i in range(0, len(own), size)]
+
+    async def _verdicts(
+        self, question: str, answer: str, criteria: list[str]
+    ) -> list[float | None]:
+        """Of one answer by some criteria, all judges asked at once."""
+        asks = [self._ask(lm, question, answer, criteria) for lm in self.lms]
+        return [combine(votes, self._config.combine) for votes in zip(*await _gather(asks))]
+
+    async def _ask(self, lm: LM, question: str, answer: str, criteria: list[str]
+                   ) -> list[float | None]:  # fmt: skip
+        """One judge's verdicts; what it left open is asked for again, with all of the batch."""
+        cfg, values = self._config, [None] * len(criteria)
+        request = self._request(question, answer, criteria)
+        for attempt in range(cfg.retries + 1):
             self.counts.calls += 1
             self.counts.retried += attempt > 0
-            reply = await self._complete(replace(request, salt=str(attempt)))
+            reply = await self._complete(lm, replace(request, salt=str(attempt)))
             if reply.text is None:
                 self.counts.last_error = reply.error
-                return None
-            value = _read_value(reply.text, self._config.scale, reply.finish_reason)
-            if value is not None:
-                self.counts.clamped += value != _clamp(value)
-                return _clamp(value)
+                break
+            if request.task == "judge":
+                found = [_read_value(reply.text, cfg.scale, reply.finish_reason)]
+            else:
+                found = read_batch(reply.text, len(criteria), reply.finish_reason)
+            self.counts.clamped += sum(x is not None and x != _clamp(x) for x in found)
+            values = [y if x is None else x for x, y in zip(values, found, strict=True)]
+            if None not in values:
+                break
             self.counts.last_error = f"no verdict in {reply.text[:100]!r} ({reply.finish_reason})"
-        return None
+        return [None if x is None else _clamp(x) for x in values]
 
-    async def _complete(self, request: LMRequest) -> LMReply:
+    def _request(self, question: str, answer: str, criteria: list[str]) -> LMRequest:
+        fields: dict = {"question": question, "answer": answer}
+        if self._config.criteria_per_call == 1:
+            task, name = "judge", _SCALES[self._config.scale][0]
+            fields["criterion"] = criteria[0]
+        else:
+            task = name = "judge_batch"
+            fields["criteria"] = [{"id": i, "criterion": c} for i, c in enumerate(criteria, 1)]
+        messages = render(name, fields, self._prompts_dir)
+        fields["scale"] = self._config.scale
+        return LMRequest(task, fields, messages, max_tokens=self._config.max_tokens)
+
+    async def _complete(self, lm: LM, request: LMRequest) -> LMReply:
         """A failure of the LM becomes a missing verdict here, and nowhere else."""
         try:
-            return await self.lm.complete(request)
+            return await lm.complete(request)
         except ConfigError:
             raise  # every other call would fail in the same way
         except Exception as error:

@@ -61,9 +61,6 @@ def parse_facts(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(facts)
 
 
-# ---- the judge: decides from question, answer and criterion alone
-
-
 @dataclass(frozen=True)
 class Reading:
     """An answer, read once for all its criteria.
@@ -117,6 +114,10 @@ def _judge(fields: dict) -> dict:
     score, reason = _verdict(read_answer(_text(fields, "answer")), _text(fields, "criterion"))
     is_binary = fields.get("scale") == "binary"
     return {"reason": reason} | ({"met": score == 2} if is_binary else {"score": score})
+
+
+def _judge_batch(fields: dict) -> dict:
+    return {"verdicts": [{"id": c["id"]} | _judge(fields | c) for c in fields["criteria"]]}
 
 
 def _verdict(reading: Reading, criterion: str) -> tuple[int, str]:
@@ -227,8 +228,8 @@ def _some_failed(newest: dict, chatter: set, readings: list[Reading], taken: set
     return [{"description": d, "title": t} for t, d in best.items()]
 
 
-PROGRAMS = {"judge": _judge, "rubrics_queries": _queries, "rubrics_persistent": _persistent,
-            "rubrics_evolving": _evolving}  # fmt: skip
+PROGRAMS = {"judge": _judge, "judge_batch": _judge_batch, "rubrics_queries": _queries,
+            "rubrics_persistent": _persistent, "rubrics_evolving": _evolving}  # fmt: skip
 
 
 def _sentences(text: str) -> Iterator[tuple[str, bool]]:

@@ -87,17 +87,19 @@ def executor(config: Config, corpus: LocalSearch, ranks: Ranks) -> Executor:
     )  # fmt: skip
 
 
-def language_models(config: Config, folder: Path, ranks: Ranks) -> tuple[LM, LM]:
-    """(judge, rubric generator), with this rank's part of the limit."""
+def language_models(config: Config, folder: Path, ranks: Ranks) -> tuple[list[LM], LM]:
+    """(judges, rubric generator), with this rank's part of the limit."""
     judge = config.judge
     if judge.backend == "offline":
-        return OfflineLM(), OfflineLM()
+        return [OfflineLM()], OfflineLM()
     name = "services.sqlite" if ranks.is_first else f"services_{ranks.rank}.sqlite"
     lm = OpenAILM(
         judge.model, judge.base_url, judge.api_key_env, ranks.limit(judge.max_concurrent),
         judge.deadline_s, cache=Cache(folder / name, config.run.services),
     )  # fmt: skip
-    return lm, lm.with_model(name) if (name := config.rubrics.generator_model) else lm
+    others = [lm.with_model(name) for x in judge.ensemble.split(",") if (name := x.strip())]
+    generator = config.rubrics.generator_model
+    return [lm, *others], lm.with_model(generator) if generator else lm
 
 
 def engine(

@@ -146,7 +146,7 @@ class Run:
 
     async def close(self) -> None:
         """Close the connections to services."""
-        for lm in (self.judge.lm, self.generator):
+        for lm in (*self.judge.lms, self.generator):
             if isinstance(lm, OpenAILM):
                 await lm.close()
 
@@ -206,7 +206,7 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     )
     parts.check_sizes(config, sampler, tokenizer, prompts, held_out)
     corpus = ranks.first_then_others(lambda: parts.corpus(config, folder, world))
-    (judge_lm, generator), timers = parts.language_models(config, folder, ranks), Timers()
+    (judges, generator), timers = parts.language_models(config, folder, ranks), Timers()
     run = Run(
         config, ranks, folder, tokenizer, policy, reference=reference,
         optimizer=torch.optim.AdamW(
@@ -216,7 +216,7 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
         sampler=sampler,
         engine=parts.engine(config, sampler, tokenizer, parts.executor(config, corpus, ranks),
                             timers),
-        judge=Judge(judge_lm, config.judge), generator=generator, corpus=corpus,
+        judge=Judge(judges, config.judge), generator=generator, corpus=corpus,
         buffer=RubricBuffer(
             config.rubrics.max_active, config.judge.min_scored, config.rubrics.history,
             config.rubrics.cooldown,

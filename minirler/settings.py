@@ -90,7 +90,10 @@ class JudgeConfig:
     model: str = ""
     base_url: str = ""
     api_key_env: str = "OPENAI_API_KEY"
+    ensemble: str = ""  # more models of the endpoint that vote too, with commas between
+    combine: str = "mean"  # of several judges' verdicts; or "majority"
     scale: str = "graded"  # "graded": 0..2; "binary"
+    criteria_per_call: int = 1  # of one answer; 0: all
     max_concurrent: int = 256
     deadline_s: float = 600.0
     retries: int = 2  # of an unreadable reply
@@ -262,6 +265,7 @@ CHOICES = {
     "tools.backend": ("local",),
     "judge.backend": ("offline", "openai"),
     "judge.scale": ("graded", "binary"),
+    "judge.combine": ("mean", "majority"),
     "rubrics.score_new": ("same_step", "next_visit"),
     "reward.rule": ("rler", "mean"),
     "train.schedule": ("constant", "linear", "cosine"),

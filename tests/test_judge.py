@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minirler.config import ConfigError, JudgeConfig
-from minirler.judge import Judge, has_answer, read_verdict
+from minirler.judge import Judge, combine, has_answer, read_batch, read_verdict
+from minirler.offline import OfflineLM
 from minirler.records import LMReply
-from minirler.rubrics import Rubric
+from minirler.rubrics import Rubric, make_rubric
 
 
 def rubric(description, weight=1.0, title="", kind="evolving"):
@@ -39,7 +40,7 @@ class FakeLM:
 
 
 def score(lm, answers, criteria, question="q?", **config):
-    judge = Judge(lm, JudgeConfig(**config))
+    judge = Judge([lm], JudgeConfig(**config))
     return asyncio.run(judge.score_group(question, answers, criteria)), judge
 
 
@@ -212,7 +213,7 @@ def test_a_configuration_error_stops_the_group_and_leaves_no_task_behind():
         return reply(2)
 
     async def main():
-        judge = Judge(FakeLM(refuse, 0.01), JudgeConfig())
+        judge = Judge([FakeLM(refuse, 0.01)], JudgeConfig())
         with pytest.raises(ConfigError, match="wrong key"):
             await judge.score_group("q?", ANSWERS, CRITERIA)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -222,7 +223,7 @@ def test_a_configuration_error_stops_the_group_and_leaves_no_task_behind():
 
 def test_cancellation_is_no_verdict():
     async def main():
-        judge = Judge(FakeLM(by_content, 60.0), JudgeConfig())
+        judge = Judge([FakeLM(by_content, 60.0)], JudgeConfig())
         task = asyncio.create_task(judge.score_group("q?", ANSWERS, CRITERIA))
         await asyncio.sleep(0.01)
         task.cancel()
@@ -242,7 +243,7 @@ def test_scores_out_of_range_are_clamped_and_counted():
 
 
 def run_twice(lm, first, second, **settings):
-    judge = Judge(lm, JudgeConfig(retries=0), **settings)
+    judge = Judge([lm], JudgeConfig(retries=0), **settings)
 
     async def main():
         return [await judge.score_group(*first), await judge.score_group(*second)]
@@ -284,7 +285,7 @@ def test_failures_are_not_remembered():
 
 def test_the_cache_is_bounded_and_safe_when_groups_overlap():
     lm = FakeLM(by_content, 0.005)
-    judge = Judge(lm, JudgeConfig(), cache_size=2)
+    judge = Judge([lm], JudgeConfig(), cache_size=2)
 
     async def main():
         await judge.score_group("q?", ANSWERS[:1], CRITERIA)
@@ -310,4 +311,117 @@ def test_empty_groups_and_no_criteria_have_matching_shapes():
 @pytest.mark.parametrize("config", [{"scale": "stars"}, {"retries": -1}])
 def test_wrong_settings_are_named(config):
     with pytest.raises(ConfigError, match=f"judge.{next(iter(config))}"):
-        Judge(FakeLM(by_content), JudgeConfig(**config))
+        Judge([FakeLM(by_content)], JudgeConfig(**config))
+
+
+# -- several criteria a call, several judges
+
+
+def batch_reply(*entries):
+    return json.dumps({"verdicts": [dict(zip(("id", "score"), e, strict=True)) for e in entries]})
+
+
+def test_a_batch_is_read_by_its_ids_whatever_their_order():
+    assert read_batch(batch_reply((2, 2), (1, 0), (9, 1)), 3) == [0.0, 1.0, None]
+    assert read_batch(batch_reply((1, "1.5"), (1, 1.5)), 1) == [0.75]
+    assert read_batch(batch_reply((1, 2), (1, 0), (2, 1)), 2) == [None, 0.5]  # 1 contradicts itself
+    assert read_batch(batch_reply((1, 2)), 1, "length") == [None]
+
+
+@pytest.mark.parametrize("text", [
+    "", "[]", '{"verdicts": 3}', '{"verdicts": [3, null, []]}', '{"verdicts": {"1": 2}}',
+    batch_reply((True, 2)), batch_reply(("1", 2)), batch_reply((1, True)), batch_reply((1, None)),
+    '{"verdicts": [{"id": 1, "score": NaN}]}', '{"verdicts": [{"id": 1, "score": 1e999}]}',
+])  # fmt: skip
+def test_what_is_no_batch_is_missing(text):
+    assert read_batch(text, 1) == [None]
+
+
+@given(st.text(max_size=40) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=3),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.sampled_from(["id", "score"]), x),
+    max_leaves=8,
+).map(lambda x: json.dumps({"verdicts": x})))  # fmt: skip
+def test_reading_a_batch_never_raises(text):
+    assert len(read_batch(text, 2)) == 2
+
+
+class Batches:
+    """Reads the criteria of a batch from its fields, answers `scores` of them; counts its calls."""
+
+    def __init__(self, scores, forget=()):
+        self.scores, self.forget, self.requests = scores, set(forget), []
+
+    async def complete(self, request):
+        self.requests.append(request)
+        entries = [(c["id"], self.scores[c["criterion"]]) for c in request.fields["criteria"]]
+        entries = [e for e in entries if (len(self.requests), e[0]) not in self.forget]
+        return LMReply(batch_reply(*entries))
+
+
+FIVE = [make_rubric("p", f"c{i}") for i in range(5)]
+SCORES = {f"c{i}": i % 3 for i in range(5)}
+
+
+def scored(lms, answers, **config):
+    judge = Judge(lms, JudgeConfig(**config))
+    return judge, asyncio.run(judge.score_group("q", answers, FIVE))
+
+
+@pytest.mark.parametrize("size, calls", [(0, 2), (2, 6), (4, 4), (5, 2)])
+def test_a_call_has_so_many_criteria_of_one_answer(size, calls):
+    lm = Batches(SCORES)
+    judge, verdicts = scored([lm], ["a", "b"], criteria_per_call=size)
+    assert verdicts == [[0.0, 0.5, 1.0, 0.0, 0.5]] * 2 and len(lm.requests) == calls
+    assert all(len(r.fields["criteria"]) <= (size or 5) for r in lm.requests)
+    assert judge.counts.calls == calls
+
+
+def test_what_a_reply_forgot_is_asked_for_again_and_the_rest_is_kept():
+    lm = Batches(SCORES, forget={(1, 2), (1, 3), (2, 2)})
+    _, verdicts = scored([lm], ["a"], criteria_per_call=0)
+    assert verdicts == [[0.0, 0.5, 1.0, 0.0, 0.5]] and len(lm.requests) == 3
+    lm = Batches(SCORES, forget={(1, 2), (2, 2)})
+    judge, verdicts = scored([lm], ["a"], criteria_per_call=0, retries=1)
+    assert verdicts == [[0.0, None, 1.0, 0.0, 0.5]] and judge.counts.missing == 1
+
+
+def test_each_try_has_a_salt_of_its_own():
+    lm = Batches(SCORES, forget={(1, 1), (2, 1), (3, 1)})
+    scored([lm], ["a"], criteria_per_call=0, retries=2)
+    assert [r.salt for r in lm.requests] == ["0", "1", "2"]
+
+
+def test_the_offline_judge_says_the_same_of_one_criterion_and_of_many():
+    answers = ["Its ruler is Dasimo.", "Its ruler is Kelavo. Its ruler is Kelavo."]
+    rubrics = [make_rubric("p", d) for d in
+               ("States that its ruler is Dasimo.", "Says the same sentence more than once.")]
+    found = [asyncio.run(Judge([OfflineLM()], JudgeConfig(criteria_per_call=n)).score_group(
+        "q", answers, rubrics)) for n in (1, 2, 0)]  # fmt: skip
+    assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
+
+
+def test_binary_verdicts_come_one_at_a_time():
+    with pytest.raises(ConfigError, match="criteria_per_call"):
+        Judge([OfflineLM()], JudgeConfig(criteria_per_call=2, scale="binary"))
+
+
+@pytest.mark.parametrize("votes, mean, majority", [
+    ([1.0], 1.0, 1.0), ([0.0, 0.5, 1.0], 0.5, 0.0), ([1.0, 1.0, 0.0], 2 / 3, 1.0),
+    ([1.0, None, 1.0], 1.0, 1.0), ([1.0, None], None, None), ([None, None, 0.5], None, None),
+    ([None], None, None), ([0.5, 1.0], 0.75, 0.5),
+])  # fmt: skip
+def test_judges_vote_and_more_than_half_must(votes, mean, majority):
+    assert combine(votes, "mean") == pytest.approx(mean) and combine(votes, "majority") == majority
+
+
+def test_an_ensemble_asks_every_judge_and_a_dead_one_is_outvoted():
+    class Dead:
+        async def complete(self, request):
+            return LMReply(None, "error", "gone")
+
+    high, low = Batches(dict.fromkeys(SCORES, 2)), Batches(dict.fromkeys(SCORES, 1))
+    _, verdicts = scored([high, low, Dead()], ["a"], criteria_per_call=0)
+    assert verdicts == [[0.75] * 5] and len(high.requests) == len(low.requests) == 1
+    _, verdicts = scored([high, Dead()], ["a"], criteria_per_call=0)
+    assert verdicts == [[None] * 5]

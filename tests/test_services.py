@@ -56,7 +56,7 @@ async def run_it(folder, judge):
             f"judge.base_url=http://127.0.0.1:{runner.addresses[0][1]}/v1", "train.steps=1",
             "world.entities=25", "rollout.prompts=25", "rollout.group=8", "eval.every=9",
         ))  # fmt: skip
-        run.judge.lm.endpoint._first_wait_s = run.judge.lm.endpoint._max_wait_s = 0.02
+        run.judge.lms[0].endpoint._first_wait_s = run.judge.lms[0].endpoint._max_wait_s = 0.02
         assert await loop.supervise(run) == 0
     finally:
         await runner.cleanup()

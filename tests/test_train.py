@@ -177,7 +177,7 @@ class NotPersistent(OfflineLM):
 
 def test_a_judge_that_fails_scores_nothing_and_retires_nothing(tmp_path):
     run = open_run(settings(tmp_path / "deaf"))
-    run.judge.lm = Deaf()
+    run.judge.lms = [Deaf()]
     groups = asyncio.run(loop.sample_and_score(run))
     answered = [g for g in groups if any(r.answer for r in g.rollouts)]
     assert answered
@@ -207,7 +207,7 @@ def test_persistent_rubrics_that_failed_are_made_at_the_next_visit(tmp_path):
 
 def test_a_first_step_that_scores_nothing_ends_the_run_with_the_reason(tmp_path, capsys):
     run = open_run(settings(tmp_path / "dead", "eval.every=9"))
-    run.judge.lm = Deaf()
+    run.judge.lms = [Deaf()]
     with pytest.raises(ConfigError, match="scored none of its 8 rollouts: connection refused"):
         asyncio.run(loop.supervise(run))
     assert "8 of 8 rollouts unscored, 0 tokens trained on" in capsys.readouterr().out
