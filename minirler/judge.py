@@ -191,7 +191,8 @@ class Judge:
     ) -> list[float | None]:
         """Of one answer by some criteria, all judges asked at once."""
         asks = [self._ask(lm, question, answer, criteria) for lm in self.lms]
-        return [combine(votes, self._config.combine) for votes in zip(*await _gather(asks))]
+        columns = zip(*await _gather(asks), strict=True)
+        return [combine(votes, self._config.combine) for votes in columns]
 
     async def _ask(self, lm: LM, question: str, answer: str, criteria: list[str]
                    ) -> list[float | None]:  # fmt: skip
