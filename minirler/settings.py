@@ -23,6 +23,7 @@ class ModelConfig:
 
     path: str = "package:almanac"  # HF folder, or package:NAME for one in minirler/assets
     dtype: str = "float32"
+    preset: str = ""  # the shape that `plan` reckons with where `path` is not there, "qwen3-8b"
 
 
 @dataclass(frozen=True)
