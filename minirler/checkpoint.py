@@ -28,10 +28,11 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from . import lora
 from .config import DistConfig, asset_path, load_config
 from .ranks import ALONE, Ranks
 from .state import load_masters
-from .weights import DTYPES, save_model
+from .weights import DTYPES, load_model, save_model
 
 MARK = "COMPLETE"
 TEMPORARY = ".tmp"  # suffix of folders that are being written or deleted
@@ -137,7 +138,13 @@ def export(source: str | Path, out: str | Path) -> Path:
     if (fault := _fault(path)) is not None:
         raise ValueError(f"{source} is no complete checkpoint ({fault}): name RUN/step_N")
     config = load_config([str(path.parents[1] / "config.toml")])
-    model = load_masters(path / "model", "float32", DistConfig(), ALONE)
+    if config.lora.rank:  # the adapters alone are there: merged into the model that they belong to
+        model = load_model(asset_path(config.model.path))
+        lora.attach_(model, config.lora, config.run.seed)
+        lora.load_adapter_(model, path / "model")
+        lora.merge_(model)
+    else:
+        model = load_masters(path / "model", "float32", DistConfig(), ALONE)
     save_model(model.to(DTYPES[config.model.dtype]), out)
     for name in TOKENIZER:
         if (file := asset_path(config.model.path) / name).exists():

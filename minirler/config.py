@@ -22,6 +22,7 @@ from .settings import (
     DistConfig,
     EvalConfig,
     JudgeConfig,
+    LoraConfig,
     ModelConfig,
     RewardConfig,
     RolloutConfig,
@@ -36,6 +37,7 @@ from .settings import (
 
 __all__ = [
     "AlgoConfig", "Config", "ConfigError", "DataConfig", "DistConfig", "EvalConfig", "JudgeConfig",
+    "LoraConfig",
     "ModelConfig", "RewardConfig", "RolloutConfig", "RubricsConfig", "RunConfig", "SFTConfig",
     "SamplerConfig", "ToolsConfig", "TrainConfig", "WorldConfig", "asset_path", "load_config",
     "table", "to_toml",

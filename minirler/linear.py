@@ -25,16 +25,22 @@ TEST_SIZE = 1 << 33  # multiply-adds after which the test of one matrix skips he
 
 
 class Linear(nn.Linear):
-    """nn.Linear that keeps to `rows`, which `set_rows_` sets."""
+    """nn.Linear that keeps to `rows`, which `set_rows_` sets, and may have an adapter (`lora`)."""
 
     rows = PLAIN
+
+    def __init__(self, *sizes: int, bias: bool = True):
+        super().__init__(*sizes, bias=bias)
+        self.adapter: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [N, d] -> [N, e]."""
         if not self.rows:
-            return F.linear(x, self.weight, self.bias)  # adds the bias in the product
-        out = linear(x, self.weight, self.rows)
-        return out if self.bias is None else out + self.bias
+            out = F.linear(x, self.weight, self.bias)  # adds the bias in the product
+        else:
+            out = linear(x, self.weight, self.rows)
+            out = out if self.bias is None else out + self.bias
+        return out if self.adapter is None else out + self.adapter(x, self.rows)
 
 
 def linear(x: Tensor, weight: Tensor, rows: tuple[int, ...] = PLAIN) -> Tensor:
@@ -86,9 +92,11 @@ def make_invariant_(models: list[nn.Module], num_valid: int | None = None) -> tu
     Tried with one weight of each shape, the head's first `num_valid` rows, and torch's present
     number of threads. ValueError where none will do.
     """
-    layers = [module for module in models[0].modules() if isinstance(module, Linear)]
-    weights = [layer.weight for layer in layers] + [models[0].head_weight()[:num_valid]]
-    weights = list({weight.shape: weight.detach() for weight in weights}.values())
+    head = models[0].head_weight()[:num_valid]
+    weights = [p for layer in models[0].modules() if isinstance(layer, Linear)
+               for p in layer.parameters() if p.dim() == 2]  # with those of an adapter
+    weights = [weight.detach().to(head.dtype) for weight in (*weights, head)]
+    weights = list({weight.shape: weight for weight in weights}.values())
     for rows in CANDIDATES:
         if all(is_invariant(weight, *rows) for weight in weights):
             for model in models:

@@ -80,21 +80,24 @@ def reckon(config: Config, shape: Qwen3Config, ranks: int, memory: int) -> Plan:
     count = num_parameters(shape)
     shard = count * config.dist.replicas // ranks
     on_device = 0 if config.dist.offload else 1
-    always = {"masters (float32)": 4 * shard * on_device, "moments (2 x float32)": 8 * shard
+    trained = adapter_parameters(config, shape) if config.lora.rank else shard
+    always = {"masters (float32)": 4 * trained * on_device, "moments (2 x float32)": 8 * trained
               * on_device}  # fmt: skip
-    if ranks > 1 or size < 4:
+    if config.lora.rank:
+        always["the frozen model, for all"] = size * count
+    elif ranks > 1 or size < 4:
         always["the sampler's copy"] = size * count
-    if config.algo.beta and config.algo.reference == "first":
+    if config.algo.beta and config.algo.reference == "first" and not config.lora.rank:
         always["reference"] = size * count * config.dist.replicas // ranks
     tokens, width = settings.micro_batch_tokens, size * shape.hidden_size
     kept = layer_activations(shape, size)  # bytes a token and layer
     saved = width if settings.checkpoint_activations else kept
     head = size * min(tokens, settings.logits_chunk) * shape.vocab_size
-    head += 4 * ends + (2 * ends if size < 4 else 0)
+    head += 0 if config.lora.rank else 4 * ends + (2 * ends if size < 4 else 0)
     inside = 2 * (size * shape.intermediate_size + width)  # gradients within a layer
     inside += kept if settings.checkpoint_activations else 0  # it is computed again
     update = {
-        "gradients (float32)": 4 * shard * on_device,
+        "gradients (float32)": 4 * trained * on_device,
         "activations": (shape.num_hidden_layers * saved + width) * tokens,
         "the head's backward, or a layer's": max(head, inside * tokens),
     }
@@ -120,6 +123,17 @@ def num_parameters(shape: Qwen3Config) -> int:
     """All parameters; a tied embedding counts once."""
     ends = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
     return shape.num_hidden_layers * layer_parameters(shape) + ends + shape.hidden_size
+
+
+def adapter_parameters(config: Config, shape: Qwen3Config) -> int:
+    """Parameters of all adapters."""
+    d, inner, D = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    q, kv = shape.num_attention_heads * D, shape.num_key_value_heads * D
+    sizes = {"q_proj": d + q, "k_proj": d + kv, "v_proj": d + kv, "o_proj": q + d,
+             "gate_proj": d + inner, "up_proj": d + inner, "down_proj": inner + d}  # fmt: skip
+    targets = [name.strip() for name in config.lora.targets.split(",")]
+    wide = sum(size for name, size in sizes.items() if name in targets)
+    return shape.num_hidden_layers * config.lora.rank * wide
 
 
 def layer_activations(shape: Qwen3Config, size: int) -> int:

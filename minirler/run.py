@@ -24,8 +24,8 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from . import checkpoint, parts, state
-from .config import Config, asset_path, to_toml
+from . import checkpoint, lora, parts, state
+from .config import Config, ConfigError, asset_path, to_toml
 from .data import PromptOrder
 from .dist import Policy, open_policy, open_reference, whole
 from .judge import Judge
@@ -40,6 +40,7 @@ from .rubrics import RubricBuffer
 from .sampler import Sampler
 from .search import LocalSearch
 from .tokenizer import Tokenizer
+from .weights import load_model
 from .world import World
 
 LOGS = ("metrics.jsonl", "rubrics.jsonl")
@@ -139,10 +140,16 @@ class Run:
         model, optimizer, ranks = self.model, self.optimizer, self.ranks
         checkpoint.save(
             self.folder, self.captured["step"], state=self.captured,
-            write_model=lambda folder: state.write_model(folder, model, optimizer, ranks),
+            write_model=self._write_model,
             optimizer=state.optimizer_state(optimizer, model) if ranks.size == 1 else {},
             keep=self.config.train.keep_checkpoints, ranks=ranks,
         )  # fmt: skip
+
+    def _write_model(self, folder: Path) -> None:
+        if self.config.lora.rank:
+            lora.save_adapter(self.model, folder, self.config.lora, self.config.model.path)
+        else:
+            state.write_model(folder, self.model, self.optimizer, self.ranks)
 
     async def close(self) -> None:
         """Close the connections to services."""
@@ -196,9 +203,7 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     world, prompts, held_out = parts.questions(config)
     folder = ranks.first_then_others(lambda: parts.open_folder(config, ranks))
     saved = ranks.gather(checkpoint.load_latest(folder) if ranks.is_first else None)[0]
-    weights = saved.path / "model" if saved else path
-    masters = state.load_masters(weights, config.model.dtype, config.dist, ranks)
-    policy = open_policy(masters, path, config.model.dtype, ranks)
+    policy = _policy(config, path, saved.path / "model" if saved else path, ranks)
     reference = _reference(config, path, ranks)
     _prepare_(config, policy, reference, tokenizer.num_valid)
     sampler = Sampler(
@@ -210,7 +215,7 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     run = Run(
         config, ranks, folder, tokenizer, policy, reference=reference,
         optimizer=torch.optim.AdamW(
-            policy.masters.parameters(), lr=config.train.lr,
+            [p for p in policy.masters.parameters() if p.requires_grad], lr=config.train.lr,
             weight_decay=config.train.weight_decay,
         ),
         sampler=sampler,
@@ -234,9 +239,24 @@ def open_run(config: Config, ranks: Ranks = ALONE) -> Run:
     return run
 
 
+def _policy(config: Config, path: Path, weights: Path, ranks: Ranks) -> Policy:
+    """The policy of `weights`: all of them, or the adapters of the model in `path`."""
+    if not config.lora.rank:
+        masters = state.load_masters(weights, config.model.dtype, config.dist, ranks)
+        return open_policy(masters, path, config.model.dtype, ranks)
+    if ranks.size > 1:
+        raise ConfigError(f"lora.rank = {config.lora.rank}: adapters are trained by one process")
+    model = load_model(path, config.model.dtype, ranks.device)
+    lora.attach_(model, config.lora, config.run.seed)
+    if weights != path:
+        lora.load_adapter_(model, weights)
+    return Policy(model, model, model)
+
+
 def _reference(config: Config, path: Path, ranks: Ranks) -> Qwen3 | None:
-    """The policy that training began with, where the KL from it counts."""
-    if not config.algo.beta or config.algo.reference != "first":
+    """The policy that training began with, where the KL from it counts; None with adapters, which
+    are taken off for it."""
+    if not config.algo.beta or config.algo.reference != "first" or config.lora.rank:
         return None
     return open_reference(path, config.model.dtype, config.dist, ranks)
 

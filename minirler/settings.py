@@ -170,6 +170,15 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters instead of all weights, in one process."""
+
+    rank: int = 0  # 0: all weights are trained
+    alpha: float = 32.0  # what is added is scaled by alpha / rank
+    targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
+
+
+@dataclass(frozen=True)
 class DistConfig:
     """Several ranks (torchrun): how the policy is split over them."""
 
@@ -231,6 +240,7 @@ class Config:
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     dist: DistConfig = field(default_factory=DistConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)

@@ -8,11 +8,13 @@ Not here: the loss (`grpo`), what a rollout is worth (`reward`).
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from . import lora
 from .config import Config
 from .dist import whole
 from .grpo import flat_groups, group_advantages, kl_terms, policy_loss
@@ -122,7 +124,9 @@ def reference_logps(run: Run, batch: MicroBatch) -> Tensor:
     """[N] float32: of the first policy (`algo.reference` "first") or of today's, before its
     update ("step")."""
     model = run.policy.trained if run.reference is None else run.reference
-    return batch_logps(model, batch, *logp_settings(run.config, run.tokenizer.num_valid))[0]
+    is_base = bool(run.config.lora.rank) and run.config.algo.reference == "first"
+    with lora.off(model) if is_base else nullcontext():
+        return batch_logps(model, batch, *logp_settings(run.config, run.tokenizer.num_valid))[0]
 
 
 def step_(run: Run, part: Part) -> dict[str, float]:

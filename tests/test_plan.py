@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from minirler import lora
 from minirler import plan as planning
 from minirler.config import load_config
 from minirler.pack import pack
@@ -32,6 +33,16 @@ def test_a_preset_has_the_parameters_of_the_model(name):
 def test_published_totals():
     assert num_parameters(PRESETS["qwen3-0.6b"]) == 596_049_920
     assert num_parameters(PRESETS["qwen3-8b"]) == 8_190_735_360
+
+
+def test_adapters_have_the_parameters_of_real_ones():
+    shape = Qwen3Config(100, 64, 160, 3, 4, 2, 32)
+    for targets in ("q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj", "v_proj,down_proj"):
+        config = load_config(["configs/almanac.toml", "lora.rank=5", f"lora.targets={targets}"])
+        model = Qwen3(shape)
+        lora.attach_(model, config.lora, 0)
+        real = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert planning.adapter_parameters(config, shape) == real
 
 
 def batch(tokens, vocabulary):
