@@ -8,10 +8,13 @@ in place after each step, one parameter at a time.
 One process has the same three faces of the policy without any of this: in float32 they are one
 model, and in bfloat16 the copy is what is trained and the masters take up its gradients.
 
+    python -m minirler.dist plan CONFIG ...      is `python -m minirler.plan CONFIG ...`
+
 Not here: the processes (`ranks`), files (`weights`, `state`). Only the CPU's half (gloo) has been
 run.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from . import plan
 from .config import ConfigError, DistConfig
 from .qwen3 import Qwen3
 from .ranks import Ranks
@@ -149,3 +153,9 @@ def like(tensor: Tensor, model: Tensor) -> Tensor:
 def put_(parameter: Tensor, tensor: Tensor) -> None:
     """Fill a parameter, or this rank's shard of it, with a whole tensor."""
     parameter.copy_(like(tensor, parameter))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] != ["plan"]:
+        sys.exit("usage: python -m minirler.dist plan CONFIG [key=value ...] [--ranks N]")
+    sys.exit(plan.main(sys.argv[2:]))

@@ -20,7 +20,7 @@ noise kernels ops_ref linear attention ops tokenizer rotary qwen3 weights lora
 blocks scheduler sampler
 recording endpoint search mcp_tools tools world
 lm offline rubrics judge evolve research
-reward grpo pack policy dist plan state checkpoint monitor
+reward grpo pack policy plan dist state checkpoint monitor
 rollout evaluate sft parts run report update replay train bootstrap ask serve view
 """.split()
 
