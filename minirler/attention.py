@@ -13,6 +13,8 @@ layer is [blocks, 2, K, block_size, D]: keys, then values, a page of each head i
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -42,7 +44,7 @@ class PagedRows:
         """N."""
         return self.spans[-1][1] if self.spans else 0
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Of the longest row."""
         return max((length for _, _, length in self.spans), default=0)
@@ -57,7 +59,8 @@ def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> Pa
     starts, ends = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
     widths = np.array([len(table) for table in tables], dtype=np.int64)
     padded = np.zeros((len(tables), max(widths, default=0)), dtype=np.int64)  # [B, n]
-    padded[np.arange(padded.shape[1]) < widths[:, None]] = [b for t in tables for b in t]
+    blocks = np.fromiter(chain.from_iterable(tables), dtype=np.int64, count=widths.sum())
+    padded[np.arange(padded.shape[1]) < widths[:, None]] = blocks
     wrong = (starts < 0) | (ends < starts) | (ends > widths * block_size)
     wrong |= ((padded < 0) | (padded >= num_blocks)).any(axis=1)
     if wrong.any():

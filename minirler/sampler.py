@@ -16,6 +16,7 @@ Not here: who runs when (`scheduler`), who owns which block (`blocks`), the math
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -59,8 +60,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One sampled token of a row; `stop_reason` is "stop", "length" or None (the row goes on)."""
 
     row: int
