@@ -37,6 +37,7 @@ class PagedRows:
     lengths: Tensor  # [B] int32, tokens of the row, its queries included
     cu_seqlens: Tensor  # [B + 1] int32, from 0 to N
     slots: Tensor  # [N] int64, where each query's own key and value belong
+    positions: Tensor  # [N] int64, of each query in its row
     spans: list[tuple[int, int, int]]  # on the host: first query, behind the last, length
 
     @property
@@ -74,7 +75,8 @@ def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> Pa
     slots = padded[row_of, position // block_size] * block_size + position % block_size
     small = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (padded, ends, borders))
     spans = list(zip(borders[:-1].tolist(), borders[1:].tolist(), ends.tolist(), strict=True))
-    return PagedRows(*small, torch.from_numpy(slots).to(device), spans)
+    large = (torch.from_numpy(x).to(device) for x in (slots, position))
+    return PagedRows(*small, *large, spans)
 
 
 def kv_write_(cache, k, v, slots):
