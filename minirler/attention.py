@@ -13,6 +13,8 @@ layer is [blocks, 2, K, block_size, D]: keys, then values, a page of each head i
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import torch
@@ -35,6 +37,7 @@ class PagedRows:
     lengths: Tensor  # [B] int32, tokens of the row, its queries included
     cu_seqlens: Tensor  # [B + 1] int32, from 0 to N
     slots: Tensor  # [N] int64, where each query's own key and value belong
+    positions: Tensor  # [N] int64, of each query in its row
     spans: list[tuple[int, int, int]]  # on the host: first query, behind the last, length
 
     @property
@@ -42,7 +45,7 @@ class PagedRows:
         """N."""
         return self.spans[-1][1] if self.spans else 0
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Of the longest row."""
         return max((length for _, _, length in self.spans), default=0)
@@ -57,7 +60,8 @@ def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> Pa
     starts, ends = np.asarray(starts, dtype=np.int64), np.asarray(ends, dtype=np.int64)
     widths = np.array([len(table) for table in tables], dtype=np.int64)
     padded = np.zeros((len(tables), max(widths, default=0)), dtype=np.int64)  # [B, n]
-    padded[np.arange(padded.shape[1]) < widths[:, None]] = [b for t in tables for b in t]
+    blocks = np.fromiter(chain.from_iterable(tables), dtype=np.int64, count=widths.sum())
+    padded[np.arange(padded.shape[1]) < widths[:, None]] = blocks
     wrong = (starts < 0) | (ends < starts) | (ends > widths * block_size)
     wrong |= ((padded < 0) | (padded >= num_blocks)).any(axis=1)
     if wrong.any():
@@ -71,7 +75,8 @@ def paged_rows(tables, starts, ends, num_blocks, block_size, device="cpu") -> Pa
     slots = padded[row_of, position // block_size] * block_size + position % block_size
     small = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (padded, ends, borders))
     spans = list(zip(borders[:-1].tolist(), borders[1:].tolist(), ends.tolist(), strict=True))
-    return PagedRows(*small, torch.from_numpy(slots).to(device), spans)
+    large = (torch.from_numpy(x).to(device) for x in (slots, position))
+    return PagedRows(*small, *large, spans)
 
 
 def kv_write_(cache, k, v, slots):

@@ -39,7 +39,9 @@ class BlockPool:
 
     def cost(self, row: int, start: int, end: int) -> int:
         """Free blocks that `reserve` with the same arguments would take."""
-        table = self.tables.get(row, ())
+        table, first = self.tables.get(row, ()), start // self.block_size
+        if end == start + 1 and first < len(table):  # nearly every decoding step
+            return int(self.refcounts[table[first]] > 1)
         missing = -(-end // self.block_size) - len(table)
         return max(missing, 0) + len(self._shared(table, start, end))
 
@@ -59,7 +61,7 @@ class BlockPool:
                              f"{self.num_free} are free")
         table = self.tables.setdefault(row, [])
         self._versions[row] = self.version
-        if not cost:  # nearly every decoding step
+        if not cost:
             return []
         copies = []
         for index in self._shared(table, start, end):

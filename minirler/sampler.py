@@ -16,6 +16,7 @@ Not here: who runs when (`scheduler`), who owns which block (`blocks`), the math
 import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
@@ -57,10 +58,11 @@ class SamplingParams:
             if not is_right:
                 raise ValueError(f"{name} must be {rule}, not {getattr(self, name)}")
         object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
+        # made once: a step groups its rows by them
+        object.__setattr__(self, "draw", (self.temperature, self.top_k, self.top_p, self.min_p))
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """One sampled token of a row; `stop_reason` is "stop", "length" or None (the row goes on)."""
 
     row: int
@@ -202,19 +204,17 @@ class Sampler:
 
     def _forward(self, chunks: list[Chunk]) -> torch.Tensor:
         """Hidden states [N, d] of the chunks' tokens, which also land in the cache."""
-        tables = [self.scheduler.pool.tables[chunk.row] for chunk in chunks]
-        _, starts, ends = zip(*chunks, strict=True)
+        row_ids, starts, ends = zip(*chunks, strict=True)
+        tables = [self.scheduler.pool.tables[row] for row in row_ids]
         device, num_blocks, size = self.cache.device, self.cache.shape[1], self.cache.shape[4]
         rows = paged_rows(tables, starts, ends, num_blocks, size, device)
         ids = [t for row, start, end in chunks for t in self._sequences[row].ids[start:end]]
-        positions = [t for _, start, end in chunks for t in range(start, end)]
 
         def attend(layer, q, k, v):
             kv_write_(self.cache[layer], k, v, rows.slots)
             return paged_attention(q, self.cache[layer], rows, None, bool(self._rows))
 
-        ids, positions = (torch.tensor(x, device=device) for x in (ids, positions))
-        return self.model(ids, positions, attend)
+        return self.model(torch.tensor(ids, device=device), rows.positions, attend)
 
     def _ready(self, plan) -> tuple[list[int], list[int]]:
         """Rows that sample now, and where in the batch each one's last hidden state stands."""
@@ -231,8 +231,7 @@ class Sampler:
         logits = product(hidden, head, self._rows)  # [B, V]
         groups: dict[tuple, list[int]] = {}  # rows of like settings share one call
         for i, row in enumerate(rows):
-            p = self._sequences[row].params
-            groups.setdefault((p.temperature, p.top_k, p.top_p, p.min_p), []).append(i)
+            groups.setdefault(self._sequences[row].params.draw, []).append(i)
         tokens: list[Token | None] = [None] * len(rows)
         for settings, indices in groups.items():
             part = logits if len(groups) == 1 else logits[indices]
@@ -245,7 +244,8 @@ class Sampler:
 
     def _record(self, row: int, token: int, logp: float) -> Token:
         """Append a sampled token to its row, and park the row where it ends."""
-        sequence, params = self._sequences[row], self._sequences[row].params
+        sequence = self._sequences[row]
+        params = sequence.params
         sequence.ids.append(token)
         sequence.num_sampled += 1
         self.scheduler.append(row)
